@@ -1,0 +1,96 @@
+"""Every private torch symbol in use, each with why, and what public thing would replace it.
+
+Covers: torch>=2.11. Nothing else in the project touches a name of torch that begins with an underscore.
+Does not cover: decisions; these are one-line answers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable
+
+Hook = Callable[[Any], Any]
+
+
+def top_saved_tensors_hooks() -> tuple[Hook, Hook] | None:
+    """Return the innermost pair of saved-tensor hooks of this thread.
+
+    Why: only the innermost pair applies, and where it belongs to a checkpoint ours must stay away. Public replacement: none yet; a public getter
+    beside ``torch.autograd.graph.saved_tensors_hooks`` would do.
+    """
+    pair: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return pair
+
+
+def push_saved_tensors_hooks(pack: Hook, unpack: Hook) -> None:
+    """Push a pair. Why: ``Handle.paused`` puts back what it took off. Public replacement: a public pause."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    """Pop the innermost pair. Why: ``torch.func`` refuses to run while any is active. Public replacement: a public pause."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def inside_checkpoint() -> bool:
+    """Say whether the innermost pair belongs to a non-reentrant checkpoint, in its forward or in its recomputation.
+
+    Why: hooks entered inside would switch the recomputation off (rule 9). Public replacement: ``checkpoint(respect_saved_tensors_hooks=...)``, torch 2.14.
+    """
+    pair = top_saved_tensors_hooks()
+    return pair is not None and getattr(pair[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def inside_backward() -> bool:
+    """Say whether this thread is running a backward pass. Why: a forward entered there is a recomputation. Public replacement: none."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def inside_functional_transform() -> bool:
+    """Say whether a ``torch.func`` transform is running. Why: to name it in an error. Public replacement: none."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_functional_tensor(tensor: Tensor) -> bool:
+    """Say whether the tensor is a ``torch.func`` wrapper, which has no storage. Public replacement: none."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def is_wrapper_subclass(tensor: Tensor) -> bool:
+    """Say whether the tensor has ``__tensor_flatten__`` and so can be taken apart. Public replacement: a documented location of the same function."""
+    return bool(_is_traceable(tensor))
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of. Why: ``nn.Linear`` saves ``weight.t()``. Public replacement: none for ``Tensor._base``."""
+    return tensor._base
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often the tensor, or anything that shares its version counter, has been written in place. Public replacement: none for ``_version``."""
+    return tensor._version
+
+
+def neg_view(tensor: Tensor) -> Tensor:
+    """Return the lazily negated view. Why: ``z.conj().imag`` is one. Public replacement: none."""
+    return torch._neg_view(tensor)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what ``module.compile()`` made the module's call. Public replacement: none."""
+    call: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+    return call
+
+
+def original_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile(module)`` wraps. Public replacement: none."""
+    inner: nn.Module | None = getattr(module, "_orig_mod", None)
+    return inner
+
+
+def settle_collective(tensor: Tensor) -> Tensor:
+    """Return a functional collective's result, waited for. Public replacement: a public base class of ``AsyncCollectiveTensor``."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return wait() if wait is not None else tensor

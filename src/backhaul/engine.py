@@ -1,0 +1,549 @@
+"""Pack and unpack: what happens to each saved tensor of a managed module.
+
+Covers: which tensors may move, carrying out what flow.py decides, what is counted. One engine belongs to one handle.
+Does not cover: when anything moves (flow.py), how (tiers/), what autograd is given to hold (saved.py), where the hooks are entered (scopes.py).
+
+[Note: Locking]
+One reentrant lock an engine. Finalizers do not take it: they append to ``grave``, which the next pack or unpack drains. Wherever an asynchronous exception
+(KeyboardInterrupt) may lose a decision that flow.py has made, the next one about the same blob finds the blob's own state and makes up for it.
+"""
+
+import contextlib
+import itertools
+import threading
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.storage import UntypedStorage
+
+from backhaul import _torch
+from backhaul.flow import CopyOut, Decision, Flow, Release
+from backhaul.reporting import Tally
+from backhaul.saved import Blob, Dead, Kept, Layout, Parts, Promise, Recast, Saved, View
+from backhaul.scopes import Frame, Here, Scope, Storages
+from backhaul.sizes import format_bytes
+from backhaul.tiers.base import Tier, TierFull
+from backhaul.timing import Timeline, Waits, clock_of
+
+SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
+NOTHING = contextlib.nullcontext()
+
+
+class Station:
+    """One device: what flow.py knows of it, when things happened there, and which compute streams were seen."""
+
+    def __init__(self, device: torch.device, activation_budget: int | None) -> None:
+        clock = clock_of(device)
+        self.device = device
+        self.flow = Flow(activation_budget=activation_budget)
+        self.timeline = Timeline(clock)
+        self.waits = Waits(clock)
+        self.streams: set[torch.Stream] = set()
+        self.fixed_bytes = 0  # resident bytes that cannot be moved
+        self.peak_fixed_bytes = 0
+
+    def current_stream(self) -> torch.Stream | None:
+        if self.device.type == "cpu":
+            return None
+        stream = torch.accelerator.current_stream(self.device)
+        self.streams.add(stream)
+        return stream
+
+    def mark(self) -> None:
+        """Stamp the event that flow.py has just recorded, if it has."""
+        if self.flow.num_events > len(self.timeline.stamps):
+            self.timeline.mark()
+
+    def fix(self, num_bytes: int) -> None:
+        self.fixed_bytes += num_bytes
+        self.peak_fixed_bytes = max(self.peak_fixed_bytes, self.fixed_bytes)
+
+
+class Engine:
+    """The saved-tensor hooks of one handle."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, tier: Tier, activation_budget: int | None, min_bytes: int) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+        self.tier = tier
+        self.activation_budget = activation_budget
+        self.min_bytes = min_bytes
+        self.tally = Tally()
+        self.lock = threading.RLock()
+        self.here = Here()
+        self.grave: deque[Any] = deque()
+        self.stations: dict[torch.device, Station] = {}
+        self.table: dict[int, weakref.ref[Blob]] = {}  # by id of the storage; a blob knows whether it is really its own
+        self.blobs: dict[int, tuple[weakref.ref[Blob], Station]] = {}
+        self.frames: dict[int, weakref.ref[Frame]] = {}
+        self.owned = Storages()
+        self.futile: Counter[Any] = Counter()
+        self.nums = itertools.count()
+        self.closed = False
+        self._warned: set[str] = set()
+        self._accelerated: bool | None = None
+
+    # Entering and leaving
+
+    def running(self, module: nn.Module, fqn: str, *, is_root: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return the context for a managed module (a frame) or a block below it (a scope)."""
+        here = self.here
+        if here.paused or not torch.is_grad_enabled() or _torch.inside_backward():
+            return NOTHING
+        if here.frame is not None:
+            return _InScope(here, Scope(here.frame, fqn, module))
+        if not is_root or not module.training:
+            return NOTHING
+        if _torch.inside_checkpoint():
+            self.passed("it runs inside a checkpointed region, whose recomputation goes on undisturbed; manage the module around the checkpoint instead")
+            return NOTHING
+        return _InFrame(self, fqn, module)
+
+    def begin_frame(self, fqn: str, module: nn.Module | None) -> tuple[Frame, Scope]:
+        """Open a frame, and a step with it where none is open."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{fqn or 'the managed module'!r} is being captured into a CUDA graph: a replay would read tensors that backhaul has moved. "
+                "Capture within handle.paused(), or remove the handle first"
+            )
+        with self.lock:
+            self.drain()
+            if not self.frames:
+                self.owned.refresh(module for module in (reference() for reference in self.modules) if module is not None)
+                self._check_budget()
+            self._take_times()
+            frame = Frame(next(self.nums), self.grave)
+            self.frames[frame.num] = weakref.ref(frame)
+            for station in self.stations.values():
+                station.flow.open_frame(frame.num)
+            return frame, Scope(frame, fqn, module)
+
+    def passed(self, obstacle: str = "") -> None:
+        """Note that a managed module's forward has ended; warn once when three have moved nothing."""
+        tally = self.tally
+        tally.num_passes += 1
+        if tally.num_passes >= 3 and not tally.offloaded_bytes:
+            self.warn_once("nothing", f"backhaul offloaded 0 of {format_bytes(tally.saved_bytes)} in three passes: {obstacle or tally.why_nothing(self.min_bytes)}")
+
+    def warn_once(self, topic: str, message: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, stacklevel=2)
+
+    def region(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which code outside the managed modules is a frame."""
+        if self.closed or self.here.paused or self.here.frame is not None or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return _InFrame(self, "region", None)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take our hooks off this thread for a while, if they are the innermost, and run managed modules untouched."""
+        innermost = _torch.top_saved_tensors_hooks()
+        ours = innermost if innermost is not None and getattr(innermost[0], "__self__", None) is self else None
+        self.here.paused += 1
+        if ours is not None:
+            _torch.pop_saved_tensors_hooks()
+        try:
+            yield
+        finally:
+            if ours is not None:
+                _torch.push_saved_tensors_hooks(*ours)
+            self.here.paused -= 1
+
+    # The hooks
+
+    def pack(self, tensor: Tensor) -> Promise:
+        """Return the promise that autograd holds instead of ``tensor``."""
+        with self.lock:
+            self.drain()
+            return self._promise(tensor)
+
+    def unpack(self, promise: Promise) -> Tensor:
+        """Give the tensor of a promise back."""
+        if type(promise) is Kept:
+            return promise.restore(self._bring)
+        with self.lock:
+            self.drain()
+            return promise.restore(self._bring)
+
+    # Pack
+
+    def _promise(self, tensor: Tensor) -> Promise:
+        if self.closed:
+            return Kept(tensor)
+        kind = type(tensor)
+        if kind is not Tensor and kind is not nn.Parameter:
+            tensor = _torch.settle_collective(tensor)
+            if _torch.is_wrapper_subclass(tensor):
+                return self._take_apart(tensor)
+            if type(tensor) is not Tensor:
+                return self._keep_whole(tensor, f"subclass {kind.__name__}")
+        if tensor.layout is not torch.strided:
+            return self._keep_whole(tensor, str(tensor.layout).removeprefix("torch."))
+        if tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
+            return self._keep_whole(tensor, "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "meta")
+        if _torch.is_functional_tensor(tensor):
+            return self._keep_whole(tensor, "torch.func")
+        return self._promise_dense(tensor)
+
+    def _promise_dense(self, tensor: Tensor) -> Promise:
+        storage = tensor.untyped_storage()
+        num_bytes = storage.nbytes()
+        frame, scope = self._where()
+        if isinstance(tensor, nn.Parameter) or isinstance(_torch.view_base(tensor), nn.Parameter) or storage in self.owned:
+            return self._keep_parameter(tensor, storage, frame)
+        if tensor.device.type == "cpu" and self._on_accelerator():
+            return self._keep_whole(tensor, "on the host")
+        blob = self._lookup(storage)
+        if blob is not None and not blob.written:
+            return self._another_view(blob, tensor, storage, frame, scope)
+        reason = "empty" if not num_bytes else "small" if num_bytes < self.min_bytes else ""
+        if not reason and scope.module is not None and self._gathered(scope, storage):
+            return self._keep_parameter(tensor, storage, frame)
+        if not reason and (recast := self._recast(tensor, storage)) is not None:
+            return recast
+        if not reason and tensor.numel() * tensor.element_size() * SLICE < num_bytes:
+            reason = "slice"
+        station = self._station(tensor.device)
+        blob = Blob(next(self.nums), storage, frame, scope.next_key(), self.grave)
+        blob.reason = reason
+        reference = weakref.ref(blob)
+        self.table[id(storage)] = reference
+        self.blobs[blob.num] = (reference, station)
+        self.tally.saved(blob.key.fqn, num_bytes, reason)
+        if reason in ("small", "empty"):
+            station.fix(num_bytes)
+            station.flow.saved(blob.num, frame=frame.num, key=blob.key, num_bytes=num_bytes, movable=False)
+            return Kept(tensor, blob)
+        view = View(tensor)
+        blob.views.append(view)
+        blob.stream = station.current_stream()
+        if reason:
+            station.fix(num_bytes)
+            station.flow.saved(blob.num, frame=frame.num, key=blob.key, num_bytes=num_bytes, movable=False)
+        else:
+            self._offer(station, blob, frame)
+        return Saved(blob, view)
+
+    def _offer(self, station: Station, blob: Blob, frame: Frame) -> None:
+        decisions = station.flow.saved(blob.num, frame=frame.num, key=blob.key, num_bytes=blob.num_bytes, movable=True)
+        station.mark()
+        self._carry_out(station, decisions)
+
+    def _another_view(self, blob: Blob, tensor: Tensor, storage: UntypedStorage, frame: Frame, scope: Scope) -> Promise:
+        if blob.frame is not frame and blob.num not in frame.seen:
+            frame.seen.add(blob.num)
+            self.tally.saved(scope.fqn, blob.num_bytes, "shared with an earlier pass")
+        if blob.reason in ("small", "empty"):
+            return Kept(tensor, blob)
+        _, station = self.blobs[blob.num]
+        if blob.released:  # saved again by somebody who kept it alive
+            blob.come_back(storage)
+            station.flow.readopted(blob.num)
+        view = View(tensor)
+        blob.views.append(view)
+        if blob.reason == "slice" and tensor.numel() * tensor.element_size() * SLICE >= blob.num_bytes:
+            self.tally.keeps_instead(blob.num_bytes, "", instead_of=blob.reason)
+            blob.reason = ""
+            station.fix(-blob.num_bytes)
+            station.flow.dropped(blob.num)
+            self._offer(station, blob, blob.frame)
+        return Saved(blob, view)
+
+    def _lookup(self, storage: UntypedStorage) -> Blob | None:
+        reference = self.table.get(id(storage))
+        blob = reference() if reference is not None else None
+        return blob if blob is not None and (blob.origin() is storage or blob.buffer is storage) else None
+
+    def _where(self) -> tuple[Frame, Scope]:
+        """Return this thread's frame and scope. A thread that autograd gave the hooks of another has none; it joins the newest frame."""
+        here = self.here
+        if here.frame is not None and here.scope is not None:
+            return here.frame, here.scope
+        for reference in reversed(self.frames.values()):
+            if (frame := reference()) is not None:
+                return frame, Scope(frame, "backward", None)
+        return self.begin_frame("backward", None)
+
+    def _gathered(self, scope: Scope, storage: UntypedStorage) -> bool:
+        """Say whether the storage is one that the running module's parameters have just now, as FSDP gathered them."""
+        module, scope.module = scope.module, None  # once a scope is enough
+        assert module is not None
+        self.owned.add(itertools.chain(module.parameters(), module.buffers()))
+        return storage in self.owned
+
+    def _recast(self, tensor: Tensor, storage: UntypedStorage) -> Recast | None:
+        """Return the promise for a copy that autocast (or the user) made of a parameter in another dtype, if ``tensor`` is one."""
+        whole = _torch.view_base(tensor)
+        whole = tensor if whole is None else whole
+        made_by = whole.grad_fn
+        if made_by is None or made_by.name() != "ToCopyBackward0":
+            return None
+        parameter = getattr(made_by.next_functions[0][0], "variable", None)
+        if (
+            not isinstance(parameter, nn.Parameter)
+            or type(parameter.data) is not Tensor
+            or parameter.device != whole.device
+            or Layout.of(whole) != Layout.of(parameter)._replace(dtype=whole.dtype, offset=0)
+            or storage.nbytes() != whole.numel() * whole.element_size()
+        ):
+            return None
+        self.tally.keeps_parameter(storage.nbytes(), "cast of a parameter")
+        return Recast(parameter, Layout.of(tensor))
+
+    def _keep_parameter(self, tensor: Tensor, storage: UntypedStorage, frame: Frame) -> Promise:
+        if id(storage) not in frame.seen:  # alive at least as long as the forward that uses it
+            frame.seen.add(id(storage))
+            self.tally.keeps_parameter(storage.nbytes(), "parameter")
+        return Kept(tensor)
+
+    def _keep_whole(self, tensor: Tensor, reason: str) -> Promise:
+        _, scope = self._where()
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.tally.saved(scope.fqn, num_bytes, reason)
+        return Kept(tensor)
+
+    def _take_apart(self, tensor: Tensor) -> Promise:
+        names, context = tensor.detach().__tensor_flatten__()  # type: ignore[attr-defined]
+        bare = tensor.detach()
+        return Parts(tensor, {name: self._promise(getattr(bare, name)) for name in names}, context)
+
+    def _on_accelerator(self) -> bool:
+        """Say whether the managed modules live on an accelerator, so that tensors on the host are none of ours."""
+        if self._accelerated is None:
+            tensors = (t for reference in self.modules if (module := reference()) is not None for t in (*module.parameters(), *module.buffers()))
+            self._accelerated = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors)
+        return self._accelerated
+
+    def _station(self, device: torch.device) -> Station:
+        station = self.stations.get(device)
+        if station is None:
+            station = self.stations[device] = Station(device, self.activation_budget)
+            for num in self.frames:
+                station.flow.open_frame(num)
+        return station
+
+    # Unpack
+
+    def _bring(self, blob: Blob) -> None:
+        """Have the blob on the device and order the current stream after its arrival."""
+        _, station = self.blobs[blob.num]
+        if blob.reason:
+            return
+        was_released = blob.released
+        decisions = station.flow.needed(blob.num)
+        station.mark()
+        self._carry_out(station, decisions)
+        if blob.released:
+            self._reload(station, blob)
+        if was_released and not blob.holds_origin:
+            self.tally.num_demand_reloads += 1
+        if blob.incoming is not None:
+            station.waits.measure(blob.incoming.wait)
+            station.current_stream()
+            if len(station.streams) <= 1:
+                blob.incoming = None
+            else:
+                blob.keep_buffer = True
+
+    # Carrying out decisions
+
+    def _carry_out(self, station: Station, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            entry = self.blobs.get(decision.blob)
+            blob = entry[0]() if entry is not None else None
+            if blob is None or blob.reason:
+                continue
+            if isinstance(decision, CopyOut):
+                self._copy_out(station, blob)
+            elif isinstance(decision, Release):
+                self._release(station, blob)
+            else:
+                self._reload(station, blob)
+
+    def _copy_out(self, station: Station, blob: Blob) -> None:
+        if blob.slot is not None or blob.released:
+            return
+        if blob.written:
+            self._keep(station, blob, "written in place")
+            return
+        try:
+            with _on(blob.stream):
+                blob.slot = self.tier.store(blob.source())
+        except (TierFull, OSError) as error:
+            self._tier_failed(station, blob, error)
+            return
+        self.tally.offloads(blob.key.fqn, blob.num_bytes)
+
+    def _release(self, station: Station, blob: Blob) -> None:
+        if blob.released:
+            return
+        self._copy_out(station, blob)
+        slot = blob.slot
+        if slot is None:
+            return
+        try:
+            if blob.incoming is not None:
+                blob.incoming.wait()
+            station.waits.measure(slot.stored.wait)
+        except OSError as error:
+            blob.slot = None
+            self.tier.free(slot)
+            self.tally.takes_back(blob.key.fqn, blob.num_bytes)
+            self._tier_failed(station, blob, error)
+            return
+        blob.release()
+
+    def _reload(self, station: Station, blob: Blob) -> None:
+        if not blob.released:
+            return
+        origin = blob.intact_origin
+        if origin is not None:
+            self._was_futile(station, blob)
+            blob.come_back(origin)
+            return
+        assert blob.slot is not None
+        with _on(blob.stream):
+            buffer = torch.empty(blob.num_bytes, dtype=torch.uint8, device=blob.device)
+            incoming = self.tier.load(blob.slot, buffer)
+        storage = buffer.untyped_storage()
+        blob.addresses += (id(storage),)
+        self.table[id(storage)] = self.blobs[blob.num][0]
+        blob.come_back(storage, incoming)
+        self.tally.reloaded_bytes += blob.num_bytes
+
+    def _was_futile(self, station: Station, blob: Blob) -> None:
+        """The storage is still alive: copying it freed nothing."""
+        station.flow.readopted(blob.num)
+        self.tally.futile_bytes += blob.num_bytes
+        self.futile[blob.key] += 1
+        if self.futile[blob.key] == 2:
+            station.flow.leave(blob.key)
+
+    def _keep(self, station: Station, blob: Blob, reason: str) -> None:
+        blob.reason = reason
+        station.fix(blob.num_bytes)
+        station.flow.keep(blob.num)
+        self.tally.keeps_instead(blob.num_bytes, reason)
+
+    def _tier_failed(self, station: Station, blob: Blob, error: Exception) -> None:
+        full = isinstance(error, TierFull)
+        self._keep(station, blob, "tier full" if full else "tier failed")
+        self.warn_once(
+            "tier",
+            f"the {self.tier.name} tier {'is full' if full else 'failed'} ({error}); tensors that it cannot take stay on the device. "
+            f"First seen for {format_bytes(blob.num_bytes)} saved in {blob.key.fqn!r}",
+        )
+
+    # Tidying up
+
+    def drain(self) -> None:
+        """Tidy up after blobs and frames that died since the last call."""
+        grave = self.grave
+        while grave:
+            item = grave.popleft()
+            if isinstance(item, Dead):
+                self._bury(item)
+            else:
+                self._end_frame(item)
+
+    def _bury(self, dead: Dead) -> None:
+        entry = self.blobs.pop(dead.num, None)
+        if entry is None:
+            return
+        reference, station = entry
+        for address in dead.addresses:
+            if self.table.get(address) is reference:
+                del self.table[address]
+        if dead.slot is not None:
+            self.tier.free(dead.slot)
+        if dead.fixed_bytes:
+            station.fix(-dead.fixed_bytes)
+        station.flow.dropped(dead.num)
+
+    def _end_frame(self, num: int) -> None:
+        self.frames.pop(num, None)
+        if not self.frames:
+            self._take_times()
+        for station in self.stations.values():
+            station.flow.close_frame(num)
+            if not self.frames:
+                station.timeline.end_step()
+
+    def _take_times(self) -> None:
+        for station in self.stations.values():
+            times = station.timeline.finished()
+            if times is not None:
+                station.flow.times(times)
+
+    def _check_budget(self) -> None:
+        """Refuse a budget that cannot be met, once a step has shown what has to stay."""
+        for station in self.stations.values():
+            fixed = station.peak_fixed_bytes
+            if self.activation_budget and fixed > self.activation_budget:
+                raise ValueError(
+                    f"activation_budget={format_bytes(self.activation_budget)} is below the {format_bytes(fixed)} of saved tensors on {station.device} that cannot be "
+                    f"moved ({self.tally.reasons()}); give at least that, lower min_bytes, or use 0 to move all that can move"
+                )
+
+
+class _InScope:
+    """Runs a block: keys name it while it runs."""
+
+    __slots__ = ("here", "outer", "scope")
+
+    def __init__(self, here: Here, scope: Scope) -> None:
+        self.here = here
+        self.scope = scope
+
+    def __enter__(self) -> None:
+        self.outer = self.here.scope
+        self.here.scope = self.scope
+
+    def __exit__(self, *exception: object) -> None:
+        self.here.scope = self.outer
+
+
+class _InFrame:
+    """Runs a managed module: a frame is open and the hooks are active."""
+
+    __slots__ = ("engine", "fqn", "hooks", "module")
+
+    def __init__(self, engine: Engine, fqn: str, module: nn.Module | None) -> None:
+        self.engine = engine
+        self.fqn = fqn
+        self.module = module
+        self.hooks = saved_tensors_hooks(engine.pack, engine.unpack)
+
+    def __enter__(self) -> None:
+        here = self.engine.here
+        here.frame, here.scope = self.engine.begin_frame(self.fqn, self.module)
+        try:
+            self.hooks.__enter__()
+        except BaseException as error:
+            here.frame = here.scope = None
+            if isinstance(error, RuntimeError) and _torch.inside_functional_transform():
+                raise RuntimeError(
+                    f"{self.fqn or 'the managed module'!r} was called inside a torch.func transform, which does not allow saved-tensor hooks; "
+                    "run the transform within handle.paused()"
+                ) from error
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        here = self.engine.here
+        try:
+            self.hooks.__exit__(*exception)
+        finally:
+            here.frame = here.scope = None
+        if exception[0] is None:
+            self.engine.passed()
+
+
+def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    return NOTHING if stream is None else stream

@@ -1,0 +1,490 @@
+"""The accounting of saved bytes: what may stay on the device, what leaves, what comes back next.
+
+Covers: the state of every blob, the budget, and following a learned step ([Note: Flow]).
+Does not cover: how a step's schedule is found (scheduling.py), or how a decision is carried out (engine.py with streams, simulation.py with a clock).
+
+[Note: Flow]
+Events come in the order in which the host issues them, and each returns decisions to carry out in that order. Nothing is polled: the host runs
+ahead of the device, so stream order is what counts, and time is known only from steps that have ended.
+
+* Until a step has been seen, everything movable is copied out when it is saved and released, oldest first, when the budget (or, without one,
+  a window) needs the bytes. Reloads come on demand, and ahead of it by a guess: the reverse of the order of saving.
+* Once a step has been seen, the next is expected to be the same. With times, it follows a schedule; without, it only knows the order of uses.
+* Events that come early or are missing move the cursor; late and unknown ones are counted, and past a few of them the step is lost: the rest
+  of it goes as if nothing had been seen, and its order is learned anew. A wrong guess costs time, never values.
+* Whatever was guessed or scheduled, the budget is enforced after each event.
+"""
+
+import enum
+import heapq
+from collections.abc import Sequence
+
+from backhaul.scheduling import CopyOut, Decision, Key, Link, Release, Reload, Schedule, Step, schedule
+
+__all__ = ["BlobState", "CopyOut", "Decision", "Flow", "Key", "Link", "Release", "Reload"]
+
+DEFAULT_LINK = Link(d2h_gbps=50.0, h2d_gbps=50.0, both_gbps=90.0)  # about PCIe 5 x16, until it has been measured
+LAST = 1 << 60  # the rank of what should be released after everything else
+STALE = LAST + 1  # the rank of what is not to be released at all
+KNOWN_STEPS = 4  # orders remembered, so that two kinds of step may alternate
+GUESS_SPAN = 32  # events looked at for one prefetch by guess
+MOST_EVENTS = 1 << 20  # of a step that never ends; what comes after is not learned
+NOWHERE = range(0)
+
+
+class BlobState(enum.Enum):
+    """Where the bytes of a blob are."""
+
+    RESIDENT = enum.auto()  # the device tensor is the only copy
+    COPYING_OUT = enum.auto()  # d2h issued, perhaps ended; the device tensor is still there
+    RELEASED = enum.auto()  # only the tier holds the bytes
+    COPYING_IN = enum.auto()  # h2d issued, perhaps ended, and not used since
+    RELOADED = enum.auto()  # used since it came back; the tier still holds the bytes, so a release needs no copy
+    KEPT = enum.auto()  # on the device, and never moved
+
+
+RESIDENT, COPYING_OUT, RELEASED, COPYING_IN, RELOADED, KEPT = BlobState  # attributes of an enum are slow to look up, and events are many
+
+
+class _Blob:
+    """One blob: its state, and its places in this step and in the learned one."""
+
+    __slots__ = ("following", "frame", "item", "loose", "name", "num_bytes", "num_needs", "place", "rank", "state", "token")
+
+    def __init__(self, token: int, num_bytes: int) -> None:
+        self.token = token
+        self.num_bytes = num_bytes
+        self.state = KEPT
+        self.name: tuple[int, Key] = (-1, None)
+        self.frame: _Frame | None = None
+        self.place = 0  # in the order of saving in its frame
+        self.item = -1  # in the step being recorded; -1: not recorded
+        self.following = -1  # the same in the learned step; -1: unknown there
+        self.num_needs = 0
+        self.rank = STALE  # the least rank is released first
+        self.loose = False  # movable, and no schedule says when it leaves
+
+
+class _Frame:
+    """One forward: its number in the step, and its movable blobs in the order of saving."""
+
+    __slots__ = ("blobs", "ordinal")
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self.blobs: list[_Blob] = []
+
+
+class _Course:
+    """A learned step that the current one is expected to repeat, and how far it has got."""
+
+    __slots__ = ("basis", "blobs", "cursor", "index", "misses", "needs", "saves", "schedule", "step")
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.schedule: Schedule | None = None
+        self.basis: tuple[Link, int | None] | None = None  # what the schedule was made for; None: to be made (again)
+        self.saves, self.needs = step.index()
+        self.index = {name: item for item, name in enumerate(step.names)}
+        self.restart([])
+
+    def restart(self, blobs: list[_Blob | None]) -> None:
+        """Expect the step from its beginning, or from where these blobs have been saved."""
+        self.blobs = blobs + [None] * (len(self.step.names) - len(blobs))  # by item
+        self.cursor = 0
+        self.misses = 0
+
+    def expects(self, event: int, name: tuple[int, Key]) -> bool:
+        """Say whether this event comes next, in a step that has gone exactly as expected so far."""
+        step = self.step
+        return self.cursor < len(step.events) and step.events[self.cursor] == event and (event < 0 or step.names[event] == name)
+
+    def begins_with(self, step: Step) -> bool:
+        """Say whether the step has gone like this one so far."""
+        return self.step.events[: len(step.events)] == step.events and self.step.names[: len(step.names)] == step.names
+
+    def next_use(self, item: int) -> int:
+        """Return the event that needs the item next, or LAST."""
+        for position in self.needs[item]:
+            if position >= self.cursor:
+                return position
+        return LAST
+
+
+class Flow:
+    """Decide what saved bytes do, from the order of events and from the steps that have ended ([Note: Flow]).
+
+    Args:
+        activation_budget: saved bytes that may be resident; ``None`` moves what the link hides, 0 everything that can move.
+        link: rates of the tier; may be assigned once they have been measured.
+        window_bytes: without a budget, the movable bytes that may be resident while nothing is learned; always, the most to prefetch by guess.
+    """
+
+    def __init__(self, *, activation_budget: int | None, link: Link = DEFAULT_LINK, window_bytes: int = 512 << 20) -> None:
+        self.activation_budget = activation_budget
+        self.link = link
+        self.window_bytes = window_bytes
+        self.resident_bytes = 0  # saved bytes on the device, those that cannot move included
+        self.peak_resident_bytes = 0
+        self.ahead_bytes = 0  # reloads issued and not yet used
+        self.num_steps = 0
+        self.num_demand_reloads = 0
+        self.num_misses = 0  # events that did not come as a learned step has them
+        self._blobs: dict[int, _Blob] = {}
+        self._frames: dict[int, _Frame] = {}
+        self._num_frames = 0  # of this step
+        self._fixed_bytes = 0  # resident, and cannot move
+        self._loose_bytes = 0  # resident, and no schedule says when they leave
+        self._left: set[Key] = set()
+        self._copied: list[tuple[int, int, _Blob]] = []  # heaps by rank: what can be released at once,
+        self._uncopied: list[tuple[int, int, _Blob]] = []  # and what must be copied out first
+        self._ticks = 0
+        self._step = Step()
+        self._known: list[_Course] = []  # latest first
+        self._course: _Course | None = None
+        self._decisions: list[Decision] = []
+
+    @property
+    def learned(self) -> bool:
+        """Whether a step has been seen, so that the next has an expected order."""
+        return bool(self._known)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the current step goes by a schedule."""
+        return self._course is not None and self._course.schedule is not None
+
+    @property
+    def num_events(self) -> int:
+        """Events of the current step so far. A call that raises it was an event, and ``times`` wants its time."""
+        return len(self._step.events)
+
+    @property
+    def last_events(self) -> Sequence[int]:
+        """Events of the last learned step: a movable blob saved (its number in the step) or needed (``~number``)."""
+        return self._known[0].step.events if self._known else ()
+
+    @property
+    def predicted_stall_ms(self) -> float | None:
+        """What the latest schedule expects compute to wait in a step, or ``None`` while there is no schedule."""
+        schedule = self._known[0].schedule if self._known else None
+        return None if schedule is None else schedule.stall_ms
+
+    def state(self, blob: int) -> BlobState:
+        """Return where the blob is."""
+        return self._blobs[blob].state
+
+    def open_frame(self, frame: int) -> None:
+        """Begin a forward of the managed module; with the first one a step begins."""
+        if not self._frames and self._known:
+            self._course = self._known[0]
+            self._set_out(self._course, [])
+        self._frames[frame] = _Frame(self._num_frames)
+        self._num_frames += 1
+
+    def close_frame(self, frame: int) -> None:
+        """End a frame of which nothing is alive; with the last one the step ends, and its order is learned."""
+        del self._frames[frame]
+        if not self._frames:
+            self._learn()
+
+    def saved(self, blob: int, *, frame: int, key: Key, num_bytes: int, movable: bool) -> Sequence[Decision]:
+        """Count a blob that autograd has saved."""
+        entry = self._blobs[blob] = _Blob(blob, num_bytes)
+        self._arrive(entry)
+        if not movable or key in self._left:
+            self._fixed_bytes += num_bytes
+            return ()
+        self._decisions = decisions = []
+        entry.state = RESIDENT
+        entry.frame = home = self._frames[frame]
+        entry.name = (home.ordinal, key)
+        entry.place = len(home.blobs)
+        home.blobs.append(entry)
+        step = self._step
+        if len(step.events) < MOST_EVENTS:
+            entry.item = len(step.names)
+            step.names.append(entry.name)
+            step.sizes.append(num_bytes)
+            step.drops.append(MOST_EVENTS)
+        passed = self._event(entry, entry.item)
+        if passed and self.scheduled:
+            self._rank(entry)
+            self._follow(passed)
+            self._enforce(entry, allowance=num_bytes)
+        else:
+            entry.loose = True
+            self._loose_bytes += num_bytes
+            self._copy_out(entry)
+            self._enforce(None, allowance=0)
+        return decisions
+
+    def needed(self, blob: int) -> Sequence[Decision]:
+        """Bring back what autograd needs now. Once the decisions are carried out in order, the blob is resident."""
+        entry = self._blobs[blob]
+        if entry.item < 0 and entry.state is KEPT:
+            return ()
+        self._decisions = decisions = []
+        passed = self._event(entry, ~entry.item)
+        if passed and self.scheduled:
+            self._follow(passed, needed=entry)
+        if entry.state is RELEASED:
+            self.num_demand_reloads += 1
+            self._enforce(entry, allowance=0 if entry.loose else entry.num_bytes, coming=entry.num_bytes)
+            self._reload(entry)
+        if entry.state is COPYING_IN:
+            self.ahead_bytes -= entry.num_bytes
+            entry.state = RELOADED
+        entry.num_needs += 1
+        if entry.state is not KEPT:
+            self._rank(entry)
+        self._enforce(entry, allowance=0 if entry.loose else entry.num_bytes)
+        if not self.scheduled:
+            self._guess(entry)
+        return decisions
+
+    def dropped(self, blob: int) -> None:
+        """Forget a blob of which autograd has dropped the last saved tensor."""
+        entry = self._blobs.pop(blob)
+        if entry.state is KEPT:
+            self._fixed_bytes -= entry.num_bytes
+        if entry.state is COPYING_IN:
+            self.ahead_bytes -= entry.num_bytes
+        if entry.state is not RELEASED:
+            self._depart(entry)
+        entry.state = KEPT
+        entry.rank = STALE
+        if entry.item >= 0:
+            self._step.drops[entry.item] = len(self._step.events)
+        if entry.following >= 0 and self._course is not None:
+            self._course.blobs[entry.following] = None
+
+    def keep(self, blob: int) -> None:
+        """Count a blob as immovable from now on: its copy failed, or the tier was full."""
+        entry = self._blobs[blob]
+        if entry.state is RELEASED:
+            self._arrive(entry)
+        if entry.state is COPYING_IN:
+            self.ahead_bytes -= entry.num_bytes
+        if entry.state is not KEPT:
+            self._fixed_bytes += entry.num_bytes
+        if entry.loose:
+            self._loose_bytes -= entry.num_bytes
+            entry.loose = False
+        entry.state = KEPT
+        entry.rank = STALE
+
+    def readopted(self, blob: int) -> None:
+        """Count a blob as resident again without a copy: its original storage turned out to be alive. Call before ``needed``."""
+        entry = self._blobs[blob]
+        if entry.state is RELEASED:
+            self._arrive(entry)
+        elif entry.state is COPYING_IN:
+            self.ahead_bytes -= entry.num_bytes
+        else:
+            return
+        entry.state = RELOADED
+        self._rank(entry)
+
+    def leave(self, frame_key: Key) -> None:
+        """Keep what is saved under this key on the device from now on."""
+        self._left.add(frame_key)
+
+    def times(self, ms: Sequence[float]) -> None:
+        """Take the times in ms at which the device reached each of ``last_events``, waits for our own copies included."""
+        course = self._known[0]
+        if course.step.measure(ms, self.link):
+            course.basis = None
+
+    # -- residency -----------------------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, entry: _Blob) -> None:
+        self.resident_bytes += entry.num_bytes
+        if entry.loose:
+            self._loose_bytes += entry.num_bytes
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+
+    def _depart(self, entry: _Blob) -> None:
+        self.resident_bytes -= entry.num_bytes
+        if entry.loose:
+            self._loose_bytes -= entry.num_bytes
+
+    def _copy_out(self, entry: _Blob) -> None:
+        entry.state = COPYING_OUT
+        self._issue(CopyOut, entry)
+        self._rank(entry)
+
+    def _release(self, entry: _Blob) -> None:
+        if entry.state is COPYING_IN:
+            self.ahead_bytes -= entry.num_bytes
+        entry.state = RELEASED
+        entry.rank = STALE
+        self._depart(entry)
+        self._issue(Release, entry)
+
+    def _reload(self, entry: _Blob) -> None:
+        entry.state = COPYING_IN
+        self.ahead_bytes += entry.num_bytes
+        self._arrive(entry)
+        self._issue(Reload, entry)
+        self._rank(entry)
+
+    def _issue(self, kind: type[CopyOut] | type[Release] | type[Reload], entry: _Blob) -> None:
+        self._decisions.append(kind(entry.token))
+        if entry.item >= 0:
+            self._step.issued.append((len(self._step.events) - 1, kind(entry.item)))
+
+    def _rank(self, entry: _Blob) -> None:
+        """Queue a resident blob for release: furthest use first, as far as uses are known; else oldest first; what has been used last."""
+        self._ticks += 1
+        course = self._course
+        next_use = course.next_use(entry.following) if course is not None and entry.following >= 0 else None
+        if next_use is None or (next_use == LAST and entry.num_needs):
+            entry.rank = self._ticks if not entry.num_needs else LAST
+        else:
+            entry.rank = -next_use
+        if self.activation_budget is None and not entry.loose:
+            return
+        heap = self._uncopied if entry.state is RESIDENT else self._copied
+        heapq.heappush(heap, (entry.rank, self._ticks, entry))
+        if len(heap) > 4 * len(self._blobs) + 64:  # mostly stale
+            heap[:] = [(rank, tick, each) for rank, tick, each in heap if each.rank == rank]
+            heapq.heapify(heap)
+
+    def _enforce(self, needed: _Blob | None, *, allowance: int, coming: int = 0) -> None:
+        """Release until the budget holds, but for the allowance; bytes that are coming count. The needed blob stays."""
+        excess = self._excess() + coming - allowance
+        if excess <= 0:
+            return
+        spared = None
+        for heap in (self._copied, self._uncopied):
+            while heap and excess > 0:
+                rank, _, entry = candidate = heapq.heappop(heap)
+                if entry.rank != rank or (entry.state is RESIDENT) is (heap is self._copied):
+                    continue
+                if entry is needed:
+                    spared = candidate
+                    continue
+                if entry.state is RESIDENT:
+                    self._copy_out(entry)
+                self._release(entry)
+                excess -= entry.num_bytes
+        if spared is not None and needed is not None:
+            heapq.heappush(self._uncopied if needed.state is RESIDENT else self._copied, spared)
+
+    def _excess(self) -> int:
+        if self.activation_budget is None:
+            return self._loose_bytes - self.window_bytes
+        return self.resident_bytes - self.activation_budget
+
+    def _guess(self, needed: _Blob) -> None:
+        """Prefetch into room that is free: by the order of uses where it is known, else by the reverse of the order of saving."""
+        room = min(-self._excess(), self.window_bytes - self.ahead_bytes)
+        course = self._course
+        if course is not None:
+            coming = (course.blobs[~event] for event in course.step.events[course.cursor : course.cursor + GUESS_SPAN] if event < 0)
+        else:
+            assert needed.frame is not None
+            coming = (needed.frame.blobs[place] for place in range(needed.place - 1, max(-1, needed.place - 1 - GUESS_SPAN), -1))
+        for entry in coming:
+            if entry is not None and entry.state is RELEASED:
+                room -= entry.num_bytes
+                if room < 0:
+                    return
+                self._reload(entry)
+
+    # -- the learned step ----------------------------------------------------------------------------------------------------------------
+
+    def _event(self, entry: _Blob, event: int) -> range:
+        """Record an event. Return the events of the learned step that it passes, itself as the last; nothing where it was not expected."""
+        step = self._step
+        if entry.item < 0 or len(step.events) >= MOST_EVENTS:
+            return NOWHERE
+        course = self._course
+        if course is not None and not course.misses and not course.expects(event, entry.name):
+            course = self._switch(event, entry.name)
+        step.events.append(event)
+        step.fixed.append(self._fixed_bytes)
+        if course is None:
+            return NOWHERE
+        if event >= 0:
+            item = event if not course.misses and course.expects(event, entry.name) else course.index.get(entry.name, -1)
+            if item >= 0 and course.blobs[item] is None:
+                entry.following = item
+                course.blobs[item] = entry
+        position = -1
+        if entry.following >= 0:
+            position = course.saves[entry.following] if event >= 0 else course.next_use(entry.following)
+        if position != course.cursor:
+            course.misses += 1
+            self.num_misses += 1
+            if course.misses > 8 + len(course.step.events) // 16:  # lost
+                self._course = None
+                return NOWHERE
+            if position < course.cursor or position == LAST:
+                return NOWHERE
+        passed = range(course.cursor, position + 1)
+        course.cursor = position + 1
+        return passed
+
+    def _switch(self, event: int, name: tuple[int, Key]) -> _Course | None:
+        """Turn to another learned step that begins as this one did and goes on with this event, if there is one."""
+        for other in self._known:
+            if other is not self._course and other.begins_with(self._step):
+                assert self._course is not None
+                blobs = self._course.blobs[: len(self._step.names)]
+                other.cursor = len(self._step.events)
+                if other.expects(event, name):
+                    self._set_out(other, blobs)
+                    other.cursor = len(self._step.events)
+                    self._course = other
+                    break
+        return self._course
+
+    def _set_out(self, course: _Course, blobs: list[_Blob | None]) -> None:
+        course.restart(blobs)
+        if course.basis != (self.link, self.activation_budget) and course.step.gaps:
+            course.basis = (self.link, self.activation_budget)
+            course.schedule = schedule(course.step, link=self.link, budget=self.activation_budget, avoid=self._left)
+
+    def _follow(self, passed: range, needed: _Blob | None = None) -> None:
+        """Carry out what the schedule has for these events of the learned step, as far as it still makes sense."""
+        course = self._course
+        assert course is not None
+        assert course.schedule is not None
+        decisions = course.schedule.decisions
+        for position in passed:
+            for decision in decisions.get(position, ()):
+                entry = course.blobs[decision.blob]
+                if entry is None:
+                    continue
+                if isinstance(decision, CopyOut):
+                    if entry.state is RESIDENT:
+                        self._copy_out(entry)
+                elif isinstance(decision, Reload):
+                    if entry.state is RELEASED:
+                        self._reload(entry)
+                elif entry is not needed and entry.state in (COPYING_OUT, RELOADED, COPYING_IN):
+                    self._release(entry)
+
+    def _learn(self) -> None:
+        """End the step: what was recorded is what to expect."""
+        step, self._step = self._step, Step()
+        self._course = None
+        self._num_frames = 0
+        self._copied.clear()
+        self._uncopied.clear()
+        if not any(event < 0 for event in step.events) or len(step.events) >= MOST_EVENTS:
+            return
+        self.num_steps += 1
+        for course in self._known:
+            if course.step.events == step.events and course.step.names == step.names:
+                if abs(sum(step.sizes) - sum(course.step.sizes)) > 0.02 * sum(step.sizes):
+                    course.basis = None
+                step.gaps = course.step.gaps
+                course.step = step
+                self._known.remove(course)
+                break
+        else:
+            course = _Course(step)
+        self._known[:] = [course, *self._known][:KNOWN_STEPS]

@@ -1,0 +1,146 @@
+"""What a handle has counted, and how it is told.
+
+Covers: the running counts, the frozen snapshot ``Stats``, the ``Report`` as text and as a dict.
+Does not cover: traces of a run, predictions.
+"""
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from backhaul.sizes import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """A snapshot of what a handle has counted. The first seven are sums since the handle was made; a storage counts once a frame.
+
+    ``saved_bytes`` is ``kept_bytes`` plus ``offloaded_bytes`` plus ``recomputed_bytes``. Parameters and their aliases appear in ``kept_by_reason`` alone.
+    ``host_*``, ``disk_*`` and ``pageable_bytes`` are those of the handle's tier, which other handles may share.
+    """
+
+    saved_bytes: int
+    kept_bytes: int  # never left the device
+    kept_by_reason: dict[str, int]
+    offloaded_bytes: int  # copied out
+    reloaded_bytes: int  # copied back
+    recomputed_bytes: int
+    futile_bytes: int  # copied out, though the original was still alive when it was needed
+    resident_bytes: int  # saved bytes on the device now
+    peak_resident_bytes: int
+    host_bytes: int
+    peak_host_bytes: int
+    disk_bytes: int
+    peak_disk_bytes: int
+    pageable_bytes: int  # stored in host memory that could not be page-locked, so far
+    num_offloads: int
+    num_demand_reloads: int  # reloads that nothing had started ahead
+    exposed_ms: float  # that compute waited for copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleBytes:
+    """The sums of one scope."""
+
+    fqn: str
+    saved_bytes: int
+    offloaded_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a handle did. ``str()`` is a text for people, ``to_dict()`` for programs."""
+
+    stats: Stats
+    modules: tuple[ModuleBytes, ...]
+    note: str = ""  # why nothing moved, if nothing has
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        stats = self.stats
+        lines = [f"saved      {format_bytes(stats.saved_bytes):>12}"]
+        lines += [f"offloaded  {format_bytes(stats.offloaded_bytes):>12}  in {stats.num_offloads} copies, {format_bytes(stats.futile_bytes)} of it futile"]
+        lines += [f"reloaded   {format_bytes(stats.reloaded_bytes):>12}  {stats.num_demand_reloads} times on demand"]
+        lines += [f"kept       {format_bytes(stats.kept_bytes):>12}"]
+        lines += [f"  {reason or 'not worth moving':<32} {format_bytes(num_bytes):>12}" for reason, num_bytes in stats.kept_by_reason.items()]
+        lines += [f"resident   {format_bytes(stats.resident_bytes):>12}  peak {format_bytes(stats.peak_resident_bytes)}"]
+        lines += [f"host       {format_bytes(stats.host_bytes):>12}  peak {format_bytes(stats.peak_host_bytes)}, pageable so far {format_bytes(stats.pageable_bytes)}"]
+        lines += [f"disk       {format_bytes(stats.disk_bytes):>12}  peak {format_bytes(stats.peak_disk_bytes)}"]
+        lines += [f"exposed    {stats.exposed_ms:>9.1f} ms"]
+        if self.note:
+            lines += [f"note: {self.note}"]
+        if self.modules:
+            lines += ["", f"{'module':<48} {'saved':>12} {'offloaded':>12}"]
+            lines += [f"{row.fqn or '(root)':<48} {format_bytes(row.saved_bytes):>12} {format_bytes(row.offloaded_bytes):>12}" for row in self.modules]
+        return "\n".join(lines)
+
+
+class Tally:
+    """The counts of one handle while it runs."""
+
+    def __init__(self) -> None:
+        self.saved_bytes = 0
+        self.offloaded_bytes = 0
+        self.reloaded_bytes = 0
+        self.futile_bytes = 0
+        self.num_offloads = 0
+        self.num_demand_reloads = 0
+        self.num_passes = 0
+        self.largest_bytes = 0
+        self.kept: Counter[str] = Counter()  # "" for what could move and has not
+        self.saved_by_fqn: Counter[str] = Counter()
+        self.offloaded_by_fqn: Counter[str] = Counter()
+
+    def saved(self, fqn: str, num_bytes: int, reason: str) -> None:
+        """Count a storage that a frame saves, as kept for ``reason`` until it is offloaded."""
+        self.saved_bytes += num_bytes
+        self.saved_by_fqn[fqn] += num_bytes
+        self.kept[reason] += num_bytes
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
+
+    def keeps_parameter(self, num_bytes: int, reason: str) -> None:
+        """Count what is no activation: a parameter, an alias, a cast of one."""
+        self.kept[reason] += num_bytes
+
+    def keeps_instead(self, num_bytes: int, reason: str, *, instead_of: str = "") -> None:
+        """Change the reason under which a storage is counted."""
+        self.kept[instead_of] -= num_bytes
+        self.kept[reason] += num_bytes
+
+    def offloads(self, fqn: str, num_bytes: int) -> None:
+        self.kept[""] -= num_bytes
+        self.offloaded_bytes += num_bytes
+        self.offloaded_by_fqn[fqn] += num_bytes
+        self.num_offloads += 1
+
+    def takes_back(self, fqn: str, num_bytes: int) -> None:
+        """Undo ``offloads``: the copy failed."""
+        self.kept[""] += num_bytes
+        self.offloaded_bytes -= num_bytes
+        self.offloaded_by_fqn[fqn] -= num_bytes
+        self.num_offloads -= 1
+
+    def kept_by_reason(self) -> dict[str, int]:
+        return {reason or "not worth moving": num_bytes for reason, num_bytes in self.kept.most_common() if num_bytes}
+
+    def modules(self) -> tuple[ModuleBytes, ...]:
+        rows = self.saved_by_fqn.items()
+        return tuple(ModuleBytes(fqn=fqn, saved_bytes=saved, offloaded_bytes=self.offloaded_by_fqn[fqn]) for fqn, saved in rows)
+
+    def reasons(self) -> str:
+        """Name what stays, most first."""
+        return ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in self.kept_by_reason().items()) or "nothing was saved"
+
+    def why_nothing(self, min_bytes: int) -> str:
+        """Say why an enabled handle has moved nothing."""
+        if not self.kept:
+            return "autograd saved nothing in the managed modules; is everything in them frozen?"
+        if not self.saved_bytes:
+            return f"only parameters and their aliases were saved ({self.reasons()})"
+        if self.largest_bytes < min_bytes:
+            return f"the largest saved tensor has {format_bytes(self.largest_bytes)}, below min_bytes={format_bytes(min_bytes)}"
+        return f"what was saved stays: {self.reasons()}"

@@ -1,0 +1,253 @@
+"""What autograd holds instead of a saved tensor, and the storage behind it.
+
+Covers: the promises that ``pack`` returns and how each gives its value back; identity, views and versions of a storage.
+Does not cover: when bytes move (flow.py), or who starts the copies (engine.py).
+
+[Note: Ownership]
+Autograd holds a promise, a ``Saved`` holds its ``Blob``, a ``Blob`` holds the device memory (through its views' aliases, or the buffer it was
+reloaded into), its slot in a tier, and its frame. Nobody else holds any of them for longer than a call: the engine has weak references, a lane holds both ends of a copy
+until it has ended. So whatever autograd drops is gone at once. ``__del__`` runs on any thread and at any moment, so it only appends to ``grave``.
+
+[Note: Versions]
+A detached alias shares the version counter of the tensor it was made from. With hooks active autograd no longer compares versions; the promises do, and
+raise the error that autograd would have raised. On release an alias gives up the storage and keeps the counter (assigning ``.data`` replaces the one and not the other),
+so that a storage found alive later can still be told from one that was written meanwhile.
+
+An alias is never handed out where it may be released: whoever got it would see it emptied.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.storage import UntypedStorage
+
+from backhaul import _torch
+from backhaul.scopes import Frame, Key
+from backhaul.tiers.base import Slot, Transfer
+
+
+class Layout(NamedTuple):
+    """How a tensor looks at its storage. ``stride`` and ``offset`` count elements."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Layout":
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
+
+    def view(self, storage: UntypedStorage) -> Tensor:
+        """Return a tensor that looks at ``storage`` in this way."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        if self.is_conj:
+            tensor = tensor.conj()
+        return _torch.neg_view(tensor) if self.is_neg else tensor
+
+
+def flat(storage: UntypedStorage) -> Tensor:
+    """Return all bytes of ``storage`` as a 1-D uint8 tensor."""
+    return Layout(torch.uint8, torch.Size((storage.nbytes(),)), (1,), 0, False, False).view(storage)
+
+
+def modified_in_place(tensor: Tensor, expected: int) -> RuntimeError:
+    """Return the error that autograd raises for a saved tensor that was written in place."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {_torch.version_of(tensor)}; expected version {expected} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+class View:
+    """One saved tensor of a blob: an alias that shares its version counter, and how it looks at the storage."""
+
+    __slots__ = ("alias", "bare", "layout", "version", "written")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.alias = tensor.detach()
+        self.version = _torch.version_of(tensor)
+        self.layout = Layout.of(tensor)
+        self.bare = False  # the alias has given up the storage
+        self.written = False  # in place, while the device still held the only sure copy
+
+    @property
+    def changed(self) -> bool:
+        return _torch.version_of(self.alias) != self.version
+
+    def release(self) -> None:
+        """Give up the storage, keep the version counter."""
+        if not self.bare:
+            bare = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
+            self.alias.data = bare.conj() if self.layout.is_conj else bare
+            self.bare = True
+
+
+class Dead(NamedTuple):
+    """What is left to tidy up after a blob."""
+
+    num: int
+    slot: Slot | None
+    addresses: tuple[int, ...]
+    fixed_bytes: int  # counted as resident bytes that cannot move
+    buffer: UntypedStorage | None  # kept only where more than one stream may still read it
+
+
+class Blob:
+    """One storage that at least one saved tensor needs."""
+
+    __slots__ = (
+        "__weakref__", "addresses", "buffer", "device", "frame", "grave", "incoming", "keep_buffer", "key", "num", "num_bytes", "origin",
+        "reason", "released", "slot", "stream", "views",
+    )  # fmt: skip
+
+    def __init__(self, num: int, storage: UntypedStorage, frame: Frame, key: Key, grave: "deque[Dead | int]") -> None:
+        self.num = num
+        self.frame = frame
+        self.key = key
+        self.grave = grave
+        self.device = storage.device
+        self.num_bytes = storage.nbytes()
+        self.origin = weakref.ref(storage)
+        self.addresses: tuple[int, ...] = (id(storage),)  # where the engine's table has us; never an identity by themselves
+        self.views: list[View] = []
+        self.reason = ""  # why it stays on the device, if it does
+        self.stream: torch.Stream | None = None  # the compute stream at pack
+        self.slot: Slot | None = None  # a copy in a tier, made or under way
+        self.released = False  # the device copy is gone
+        self.buffer: UntypedStorage | None = None  # device memory that it came back to
+        self.incoming: Transfer | None = None  # the copy that fills the buffer
+        self.keep_buffer = False  # more than one compute stream may read the buffer
+
+    @property
+    def holds_origin(self) -> bool:
+        """Whether the device copy is the storage that the tensors were saved with."""
+        return not self.released and (self.buffer is None or self.buffer is self.origin())
+
+    @property
+    def written(self) -> bool:
+        """Whether what lies on the device was written in place since a tensor of it was saved."""
+        at_origin = self.holds_origin
+        return any(view.written or (view.changed and (at_origin or not view.bare)) for view in self.views)
+
+    @property
+    def intact_origin(self) -> UntypedStorage | None:
+        """The storage that the tensors were saved with, if somebody else has kept it alive and nobody has written to it."""
+        storage = self.origin()
+        return None if storage is None or any(view.written or view.changed for view in self.views) else storage
+
+    def source(self) -> Tensor:
+        """Return all bytes as they lie on the device."""
+        storage = self.buffer if self.buffer is not None else self.origin()
+        assert storage is not None
+        return flat(storage)
+
+    def release(self) -> None:
+        """Drop the device copy. Copies that still read it must be ordered before whatever gets the memory next."""
+        for view in self.views:
+            # Only what was written before the copy was known to be good spoils it: later writes meet the packed value.
+            view.written = view.written or (view.changed and not view.bare and self.buffer is None)
+            view.release()
+        self.buffer = self.incoming = None
+        self.released = True
+
+    def come_back(self, buffer: UntypedStorage, incoming: Transfer | None = None) -> None:
+        """Take ``buffer``, which ``incoming`` fills, as the device copy."""
+        self.buffer = buffer
+        self.incoming = incoming
+        self.released = False
+
+    def __del__(self) -> None:
+        fixed_bytes = self.num_bytes if self.reason else 0
+        self.grave.append(Dead(self.num, self.slot, self.addresses, fixed_bytes, self.buffer if self.keep_buffer else None))
+
+
+Bring = Callable[[Blob], None]
+
+
+class Promise(Protocol):
+    """Stands for one saved tensor and gives it back, any number of times."""
+
+    def restore(self, bring: Bring) -> Tensor:
+        """Return the saved tensor: same values, size, stride, offset, dtype and device, detached. ``bring`` gets a blob onto the device."""
+        ...
+
+
+class Saved:
+    """The promise for a tensor whose blob may move."""
+
+    __slots__ = ("blob", "view")
+
+    def __init__(self, blob: Blob, view: View) -> None:
+        self.blob = blob
+        self.view = view
+
+    def restore(self, bring: Bring) -> Tensor:
+        view, blob = self.view, self.blob
+        bring(blob)
+        if view.written or (view.changed and (blob.holds_origin or not view.bare)):
+            raise modified_in_place(view.alias, view.version)
+        if blob.buffer is None:
+            return view.alias.detach()  # a fresh one ([Note: Versions])
+        return view.layout.view(blob.buffer)
+
+
+class Kept:
+    """The promise for a tensor that stays where it is. ``blob``, where there is one, counts its bytes."""
+
+    __slots__ = ("alias", "blob", "version")
+
+    def __init__(self, tensor: Tensor, blob: Blob | None = None) -> None:
+        self.alias = tensor.detach()
+        self.version = _torch.version_of(tensor)
+        self.blob = blob
+
+    def restore(self, bring: Bring) -> Tensor:
+        if _torch.version_of(self.alias) != self.version:
+            raise modified_in_place(self.alias, self.version)
+        return self.alias
+
+
+class Recast:
+    """The promise for autocast's copy of a parameter: the cast is made again."""
+
+    __slots__ = ("layout", "source", "version")
+
+    def __init__(self, parameter: Tensor, layout: Layout) -> None:
+        self.source = parameter.detach()
+        self.version = _torch.version_of(parameter)
+        self.layout = layout
+
+    def restore(self, bring: Bring) -> Tensor:
+        if _torch.version_of(self.source) != self.version:
+            raise modified_in_place(self.source, self.version)
+        return self.layout.view(self.source.to(self.layout.dtype).untyped_storage())
+
+
+class Parts:
+    """The promise for a wrapper subclass (``DTensor``, jagged tensors, ...): its inner tensors' promises and how to put them together."""
+
+    __slots__ = ("context", "kind", "outer", "parts", "size", "stride", "version")
+
+    def __init__(self, tensor: Tensor, parts: dict[str, Promise], context: Any) -> None:
+        self.kind: Any = type(tensor)
+        self.parts = parts
+        self.context = context
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.outer = weakref.ref(tensor)  # the wrapper has a version counter of its own; once it is dead nobody writes through it
+        self.version = _torch.version_of(tensor)
+
+    def restore(self, bring: Bring) -> Tensor:
+        outer = self.outer()
+        if outer is not None and _torch.version_of(outer) != self.version:
+            raise modified_in_place(outer, self.version)
+        inner = {name: promise.restore(bring) for name, promise in self.parts.items()}
+        tensor: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        return tensor

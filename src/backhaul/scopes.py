@@ -1,0 +1,219 @@
+"""Which module is running, in which forward pass, and which storages belong to parameters.
+
+Covers: scopes and frames ([Note: Scopes]), the wrapper around a module's ``forward``, names, the table of parameter storages.
+Does not cover: what happens to a tensor saved there (engine.py).
+
+[Note: Scopes]
+A managed module's ``forward`` is replaced on the instance. A wrapper is left by ``try/finally`` whatever is raised, KeyboardInterrupt included, which module hooks do not
+promise; hooks added to a compiled module would not run or would break its graph. A module compiled in place runs through ``_compiled_call_impl``, so there that is
+replaced and the traced code stays as it was. Below the managed module, the blocks (elements of a ModuleList or Sequential) get a wrapper that only says which one is running.
+
+The wrapper reaches its module through a weak reference, so that it adds no cycle: a model dies when its last user lets go. ``__getstate__``, also set on the instance,
+hides both from copies and pickles.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.storage import UntypedStorage
+
+from backhaul import _torch
+
+
+class Key(NamedTuple):
+    """Names a blob from step to step, within its frame."""
+
+    fqn: str
+    call: int  # which call of that module in the frame
+    pack: int  # which saved tensor in that call
+
+
+class Frame:
+    """One forward pass of a managed module. Lives as long as it runs, and then as long as any of its blobs."""
+
+    __slots__ = ("__weakref__", "calls", "grave", "num", "seen")
+
+    def __init__(self, num: int, grave: "deque[Any]") -> None:
+        self.num = num
+        self.grave = grave
+        self.calls: dict[str, int] = {}
+        self.seen: set[int] = set()  # storages counted in this frame that are no blobs of it: parameters, blobs of earlier frames
+
+    def __del__(self) -> None:
+        self.grave.append(self.num)
+
+
+class Scope:
+    """A module at work: hands out keys for what is saved in it."""
+
+    __slots__ = ("call", "fqn", "module", "num_packs")
+
+    def __init__(self, frame: Frame, fqn: str, module: nn.Module | None) -> None:
+        self.fqn = fqn
+        self.module = module
+        self.call = frame.calls.get(fqn, 0)
+        frame.calls[fqn] = self.call + 1
+        self.num_packs = 0
+
+    def next_key(self) -> Key:
+        self.num_packs += 1
+        return Key(self.fqn, self.call, self.num_packs - 1)
+
+
+class Here(threading.local):
+    """Where this thread is: its frame and scope, and whether the handle is paused."""
+
+    frame: Frame | None = None
+    scope: Scope | None = None
+    paused: int = 0
+
+
+class Watcher(Protocol):
+    """What a wrapper asks of its engine."""
+
+    def running(self, module: nn.Module, fqn: str, *, is_root: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return the context to run the module in; one that does nothing where the module is to run untouched."""
+        ...
+
+
+class Wrapper:
+    """The replacement of one module's call, and how to undo it."""
+
+    def __init__(self, watcher: Watcher, module: nn.Module, fqn: str, *, is_root: bool) -> None:
+        self.watcher: Watcher | None = watcher
+        self.module = weakref.ref(module)
+        self.fqn = fqn
+        self.is_root = is_root
+        self.name = "forward" if _torch.compiled_call(module) is None else "_compiled_call_impl"
+        self.previous: Callable[..., Any] | None = module.__dict__.get(self.name)
+        module.__dict__[self.name] = self.call = self._make(module)
+        module.__dict__["__getstate__"] = functools.partial(_state_without_wrappers, self.module)
+
+    def _make(self, module: nn.Module) -> Callable[..., Any]:
+        reference, kind, previous, fqn, is_root = self.module, type(module), self.previous, self.fqn, self.is_root
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            module = reference()
+            assert module is not None
+            context = self.watcher.running(module, fqn, is_root=is_root) if self.watcher is not None else contextlib.nullcontext()
+            with context:
+                return kind.forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
+
+        functools.update_wrapper(call, previous or kind.forward)
+        if previous is None:
+            del call.__wrapped__  # type: ignore[attr-defined]  # it is not bound, and what reads signatures would follow it
+            with contextlib.suppress(ValueError, TypeError):
+                call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+        call.__backhaul__ = self  # type: ignore[attr-defined]
+        return call
+
+    def remove(self) -> None:
+        """Put the module back as it was. Where somebody has wrapped it since, leave an inert wrapper inside theirs."""
+        self.watcher = None
+        module = self.module()
+        if module is None or module.__dict__.get(self.name) is not self.call:
+            return
+        module.__dict__.pop("__getstate__", None)
+        if self.previous is None:
+            del module.__dict__[self.name]
+        else:
+            module.__dict__[self.name] = self.previous
+
+
+def wrapper_of(module: nn.Module) -> Wrapper | None:
+    """Return the active wrapper of ``module``."""
+    for name in ("forward", "_compiled_call_impl"):
+        wrapper = getattr(module.__dict__.get(name), "__backhaul__", None)
+        if isinstance(wrapper, Wrapper) and wrapper.watcher is not None:
+            return wrapper
+    return None
+
+
+def _state_without_wrappers(reference: "weakref.ref[nn.Module]") -> Any:
+    module = reference()
+    assert module is not None
+    own = getattr(type(module), "__getstate__", None)  # every class has one from Python 3.11 on
+    state = own(module) if own is not None else module.__dict__
+    if not isinstance(state, dict):
+        return state
+    state = dict(state)
+    state.pop("__getstate__", None)
+    for name in ("forward", "_compiled_call_impl"):
+        wrapper = getattr(state.get(name), "__backhaul__", None)
+        if isinstance(wrapper, Wrapper):
+            if wrapper.previous is None:
+                del state[name]
+            else:
+                state[name] = wrapper.previous
+    return state
+
+
+_WRAPPER_PARTS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def clean_fqn(fqn: str) -> str:
+    """Drop what wrappers put into a module's name.
+
+    >>> clean_fqn("_orig_mod.model.layers.0._orig_mod.mlp"), clean_fqn("module.layers.0"), clean_fqn("base_model.model.model.layers.0")
+    ('model.layers.0.mlp', 'layers.0', 'model.layers.0')
+    """
+    parts = fqn.removeprefix("base_model.model.").split(".")
+    return ".".join(part for part in parts if part not in _WRAPPER_PARTS)
+
+
+def blocks_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the uppermost elements of ModuleLists and Sequentials below ``root``, with their names. Does not look into compiled modules."""
+    for name, child in root.named_children():
+        if isinstance(root, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield name, child
+        elif _torch.original_module(child) is None and _torch.compiled_call(child) is None:
+            for inner, block in blocks_of(child):
+                yield f"{name}.{inner}", block
+
+
+class Storages:
+    """The storages of parameters and buffers, by weak reference."""
+
+    def __init__(self) -> None:
+        self._owned: dict[int, weakref.ref[UntypedStorage]] = {}
+
+    def __contains__(self, storage: UntypedStorage) -> bool:
+        reference = self._owned.get(id(storage))
+        return reference is not None and reference() is storage
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                storage = plain.untyped_storage()
+                self._owned[id(storage)] = weakref.ref(storage)
+
+    def refresh(self, modules: Iterable[nn.Module]) -> None:
+        """Look up every parameter and buffer anew: optimizers, ``.to`` and sharding replace storages."""
+        self._owned = {}
+        for module in modules:
+            self.add(module.parameters())
+            self.add(module.buffers())
+
+    def add_direct(self, module: nn.Module) -> bool:
+        """Add what the module holds right now, as FSDP has gathered it; say whether there was anything new."""
+        before = len(self._owned)
+        self.add(own for own in (*module._parameters.values(), *module._buffers.values()) if own is not None)
+        return len(self._owned) > before
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with a storage that ``tensor`` is made of."""
+    if _torch.is_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            yield from plain_tensors(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
+        yield tensor

@@ -1,0 +1,237 @@
+"""Copy streams: one lane for each device and direction in the process.
+
+Covers: how a copy is cut and queued ([Note: Alternating streams]), what it waits for ([Note: Copy edges]), who keeps its ends alive.
+Does not cover: what is copied and when (flow.py, engine.py), or where host memory comes from (host.py).
+
+[Note: Alternating streams]
+A copy engine serves one stream until that stream's queue is empty, whatever the priorities: an ``.item()`` behind 2 GiB of queued copies
+waited 38 ms on an H200. So a lane cuts copies into chunks of 32 MiB that alternate between two streams, and each chunk waits for the one
+before. The engine then looks up after every chunk: 0.25 ms, at 54.6 of 54.9 GB/s. Smaller chunks, priorities and more streams without that
+order do not help (docs/log.md). So all copies of a lane run in one total order, which ``LaneTransfer.number`` names.
+
+[Note: Copy edges]
+Nothing waits on the host. Each edge is one function below, and a test takes each of them away and sees wrong bytes.
+* ``_wait_producer``: the first chunk waits for all that the caller's current stream holds. For a store that is the kernel which wrote the
+  source; for a load, whatever still used the target's memory before it was handed out.
+* ``_wait_previous_chunk``: every chunk waits for the one before, also across copies.
+* ``_wait_block``: a store into reused host memory waits for the last load that read it (arena.py, [Note: Stream-ordered reuse]).
+* ``_wait_store``: a load waits for the store that filled its slot.
+* ``_wait_copy``: what follows ``wait`` or ``order`` on the current stream waits for the copy.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backhaul.tiers.base import Transfer
+
+CHUNK_BYTES = 32 * 2**20
+_LARGE_BYTES = 16 * 2**20  # smaller copies say little about the rate
+_WEIGHT = 0.1  # of the latest copy in the running estimate of the rate
+
+
+class LaneTransfer(Transfer):
+    """A copy on a lane. Both ends stay alive until its event has passed, or until somebody has waited for it."""
+
+    __slots__ = ("_begun", "_device", "_ended", "_ends", "num_bytes", "number")
+
+    def __init__(self, number: int, target: Tensor, source: Tensor, device: torch.device) -> None:
+        self.number = number  # copies of a lane run in the order of their numbers
+        self.num_bytes = 0  # queued
+        self._ends: tuple[Tensor, Tensor] | None = (target, source)
+        self._device = device
+        self._begun = _new_event(device)
+        self._ended = _new_event(device)
+
+    def wait(self) -> None:
+        """Make the current stream wait, and let go of both ends.
+
+        Their memory may be used again at once by whatever is ordered after the current stream. Where it belongs to the pool of another
+        stream, use ``order``.
+        """
+        self.order()
+        self._ends = None
+
+    def order(self) -> None:
+        """Make the current stream wait, while the lane keeps both ends until the copy has ended."""
+        _wait_copy(_current_stream(self._device), self._ended)
+
+    def synchronize(self) -> None:
+        """Block the host until the copy has ended."""
+        self._ended.synchronize()
+
+    def done(self) -> bool:
+        """Say, without waiting, whether the copy has ended."""
+        return self._ended.query()
+
+    def elapsed_ms(self) -> float:
+        """Return how long the copy took on the device, once it has ended; time spent waiting for its edges is not part of it."""
+        return self._begun.elapsed_time(self._ended)
+
+
+class Lane:
+    """All copies of one direction on one device ([Note: Alternating streams])."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()  # held to queue work, never to wait for it
+        self._streams = (_new_stream(device), _new_stream(device))
+        self._num_chunks = 0
+        self._last_chunk: torch.Event | None = None
+        self._in_flight: dict[int, LaneTransfer] = {}  # by number, so in the order in which they end
+        self.last_number = 0  # of the last copy that was queued
+        self.rate_gbps: float | None = None  # a running estimate from large copies; None before the first has ended
+
+    def copy(
+        self, target: Tensor, source: Tensor, *, store: LaneTransfer | None = None, last_use: LaneTransfer | None = None
+    ) -> LaneTransfer:
+        """Queue a copy of contiguous bytes, one end on the device and one in page-locked host memory ([Note: Copy edges]).
+
+        ``store`` is the copy that filled the source, ``last_use`` the last one that read the target. The lane stays usable after an error.
+        """
+        self.prune()
+        # Read before entering a copy stream: inside `with stream`, the current stream is the copy stream itself.
+        produced = _current_stream(self._device).record_event()
+        with self._lock:
+            self.last_number += 1
+            transfer = LaneTransfer(self.last_number, target, source, self._device)
+            stream = self._next_stream()
+            _wait_producer(stream, produced)
+            if last_use is not None:
+                _wait_block(stream, last_use._ended)
+            if store is not None:
+                _wait_store(stream, store._ended)
+            _before_copy(stream)
+            transfer._begun.record(stream)
+            self._in_flight[transfer.number] = transfer
+            try:
+                for target_chunk, source_chunk in _chunks(target, source):
+                    if transfer.num_bytes:
+                        self._last_chunk = stream.record_event()
+                        stream = self._next_stream()
+                    _copy_chunk(stream, target_chunk, source_chunk)
+                    transfer.num_bytes += source_chunk.numel()
+            finally:
+                # Also after an error: what has been queued so far still touches both ends, and later copies still come after it.
+                transfer._ended.record(stream)
+                self._last_chunk = transfer._ended
+        return transfer
+
+    def transfer(self, number: int) -> LaneTransfer | None:
+        """Return the copy of that number; ``None`` where it is known to have ended."""
+        with self._lock:  # so its event has been recorded
+            return self._in_flight.get(number)
+
+    def prune(self) -> None:
+        """Let go of the copies that have ended."""
+        with self._lock:
+            ended = []
+            for transfer in self._in_flight.values():
+                if not transfer.done():
+                    break
+                ended.append(transfer)
+            for transfer in ended:
+                del self._in_flight[transfer.number]
+                self._measure(transfer)
+        # `ended` holds the tensors until here: they die outside the lock.
+
+    def _next_stream(self) -> torch.Stream:
+        stream = self._streams[self._num_chunks % 2]
+        self._num_chunks += 1
+        if self._last_chunk is not None:
+            _wait_previous_chunk(stream, self._last_chunk)
+        return stream
+
+    def _measure(self, transfer: LaneTransfer) -> None:
+        if transfer.num_bytes >= _LARGE_BYTES:
+            gbps = transfer.num_bytes / transfer.elapsed_ms() / 1e6
+            self.rate_gbps = gbps if self.rate_gbps is None else self.rate_gbps + _WEIGHT * (gbps - self.rate_gbps)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The two lanes of a device."""
+
+    d2h: Lane
+    h2d: Lane
+
+
+_lanes: dict[
+    torch.device, Lanes
+] = {}  # one of each in the process: a second one could not be ordered, and would steal the link from the first
+_lanes_lock = threading.Lock()
+
+
+def lanes_of(device: torch.device) -> Lanes:
+    """Return the lanes of a device that has streams; ``device`` has an index."""
+    with _lanes_lock:
+        lanes = _lanes.get(device)
+        if lanes is None:
+            lanes = _lanes[device] = Lanes(Lane(device), Lane(device))
+        return lanes
+
+
+def has_streams(device: torch.device) -> bool:
+    """Say whether copies to and from the device can run beside its compute."""
+    return device.type not in ("cpu", "mps")
+
+
+def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut where the host address is a multiple of the chunk, so that no chunk crosses from one registered slab into the next (host.py)."""
+    host = source if target.device.type != "cpu" else target
+    num_bytes = host.numel()
+    start = 0
+    end = CHUNK_BYTES - host.data_ptr() % CHUNK_BYTES
+    while start < num_bytes:
+        yield target[start:end], source[start:end]
+        start, end = end, end + CHUNK_BYTES
+
+
+# The edges of [Note: Copy edges].
+
+
+def _wait_producer(stream: torch.Stream, produced: torch.Event) -> None:
+    stream.wait_event(produced)
+
+
+def _wait_previous_chunk(stream: torch.Stream, copied: torch.Event) -> None:
+    stream.wait_event(copied)
+
+
+def _wait_block(stream: torch.Stream, read: torch.Event) -> None:
+    stream.wait_event(read)
+
+
+def _wait_store(stream: torch.Stream, stored: torch.Event) -> None:
+    stream.wait_event(stored)
+
+
+def _wait_copy(stream: torch.Stream, copied: torch.Event) -> None:
+    stream.wait_event(copied)
+
+
+# The device as lanes see it; tests put a simulated one in their place, and widen races by delaying copies.
+
+
+def _before_copy(stream: torch.Stream) -> None:
+    """Do nothing: tests queue a delay here."""
+
+
+def _copy_chunk(stream: torch.Stream, target: Tensor, source: Tensor) -> None:
+    with stream:
+        target.copy_(source, non_blocking=True)
+
+
+def _new_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device=device)
+
+
+def _new_event(device: torch.device) -> torch.Event:
+    return torch.Event(device=device, enable_timing=True)
+
+
+def _current_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
