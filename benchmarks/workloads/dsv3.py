@@ -36,7 +36,18 @@ class Sizes:
 
 
 TINY = Sizes(
-    hidden=64, heads=4, q_lora=24, kv_lora=16, head=16, rope_head=8, value_head=16, expert=32, num_experts=4, top_k=2, tokens=64, microbatches=8
+    hidden=64,
+    heads=4,
+    q_lora=24,
+    kv_lora=16,
+    head=16,
+    rope_head=8,
+    value_head=16,
+    expert=32,
+    num_experts=4,
+    top_k=2,
+    tokens=64,
+    microbatches=8,
 )
 
 

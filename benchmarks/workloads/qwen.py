@@ -54,12 +54,16 @@ QWEN3_30B_A3B = dict(
     tie_word_embeddings=False,
     num_hidden_layers=12,
 )
-SMALL = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=256, num_hidden_layers=2)
+SMALL = dict(
+    hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=256, num_hidden_layers=2
+)
 
 DENSE = Sizes(family="Qwen3", tokens=16384, config=QWEN3_8B)
 MOE = Sizes(family="Qwen3Moe", tokens=8192, config=QWEN3_30B_A3B)
 TINY_DENSE = Sizes(family="Qwen3", tokens=64, config=QWEN3_8B | SMALL)
-TINY_MOE = Sizes(family="Qwen3Moe", tokens=64, config=QWEN3_30B_A3B | SMALL | dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2))
+TINY_MOE = Sizes(
+    family="Qwen3Moe", tokens=64, config=QWEN3_30B_A3B | SMALL | dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+)
 
 
 class WithLoss(nn.Module):

@@ -17,8 +17,8 @@ Hook = Callable[[Any], Any]
 def top_saved_tensors_hooks() -> tuple[Hook, Hook] | None:
     """Return the innermost pair of saved-tensor hooks of this thread.
 
-    Why: only the innermost pair applies, and where it belongs to a checkpoint ours must stay away. Public replacement: none yet; a public getter
-    beside ``torch.autograd.graph.saved_tensors_hooks`` would do.
+    Why: only the innermost pair applies, and where it belongs to a checkpoint ours must stay away. Public replacement: none yet; a public
+    getter beside ``torch.autograd.graph.saved_tensors_hooks`` would do.
     """
     pair: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return pair
@@ -37,7 +37,8 @@ def pop_saved_tensors_hooks() -> None:
 def inside_checkpoint() -> bool:
     """Say whether the innermost pair belongs to a non-reentrant checkpoint, in its forward or in its recomputation.
 
-    Why: hooks entered inside would switch the recomputation off (rule 9). Public replacement: ``checkpoint(respect_saved_tensors_hooks=...)``, torch 2.14.
+    Why: hooks entered inside would switch the recomputation off (rule 9). Public replacement:
+    ``checkpoint(respect_saved_tensors_hooks=...)``, torch 2.14.
     """
     pair = top_saved_tensors_hooks()
     return pair is not None and getattr(pair[0], "__module__", None) == "torch.utils.checkpoint"
@@ -59,17 +60,26 @@ def is_functional_tensor(tensor: Tensor) -> bool:
 
 
 def is_wrapper_subclass(tensor: Tensor) -> bool:
-    """Say whether the tensor has ``__tensor_flatten__`` and so can be taken apart. Public replacement: a documented location of the same function."""
+    """Say whether the tensor has ``__tensor_flatten__`` and so can be taken apart.
+
+    Public replacement: a documented location of the same function.
+    """
     return bool(_is_traceable(tensor))
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that this one is a view of. Why: ``nn.Linear`` saves ``weight.t()``. Public replacement: none for ``Tensor._base``."""
+    """Return the tensor that this one is a view of.
+
+    Why: ``nn.Linear`` saves ``weight.t()``. Public replacement: none for ``Tensor._base``.
+    """
     return tensor._base
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often the tensor, or anything that shares its version counter, has been written in place. Public replacement: none for ``_version``."""
+    """Return how often the tensor, or anything that shares its version counter, has been written in place.
+
+    Public replacement: none for ``_version``.
+    """
     return tensor._version
 
 

@@ -5,7 +5,7 @@ Does not cover: how anything is done (engine.py and below).
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -73,7 +73,9 @@ class Handle:
     def report(self) -> Report:
         """Return what was done: print it, or take ``to_dict()``."""
         stats, tally = self.stats, self._engine.tally
-        note = "" if stats.offloaded_bytes or not tally.num_passes else f"nothing was offloaded: {tally.why_nothing(self._engine.min_bytes)}"
+        note = (
+            "" if stats.offloaded_bytes or not tally.num_passes else f"nothing was offloaded: {tally.why_nothing(self._engine.min_bytes)}"
+        )
         return Report(stats=stats, modules=tally.modules(), note=note)
 
     def region(self) -> contextlib.AbstractContextManager[None]:
@@ -90,7 +92,10 @@ class Handle:
         return self._engine.region()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Step aside on this thread: the hooks are off until the context ends, also for managed modules called inside. ``torch.func`` needs it."""
+        """Step aside on this thread: the hooks are off until the context ends, also for managed modules called inside.
+
+        ``torch.func`` needs it.
+        """
         return self._engine.paused()
 
     def remove(self) -> None:
@@ -114,13 +119,15 @@ def offload(
 ) -> Handle:
     """Move saved tensors of ``modules`` out of device memory between forward and backward.
 
-    Autograd keeps tensors from the forward pass until the backward pass needs them. While a module is managed they are copied to ``tier`` and dropped, and
-    come back, bit for bit, before they are needed. Nothing in the model changes; parameters and whatever shares their storage stay. The first step shows
-    the order in which tensors are needed, and later steps bring them back ahead of time.
+    Autograd keeps tensors from the forward pass until the backward pass needs them. While a module is managed they are copied to ``tier``
+    and dropped, and come back, bit for bit, before they are needed. Nothing in the model changes; parameters and whatever shares their
+    storage stay. The first step shows the order in which tensors are needed, and later steps bring them back ahead of time.
 
     Args:
-        modules: the modules to manage, none inside another. A ``ModuleList`` stands for its elements. Each forward is a frame: one microbatch.
-        activation_budget: bytes of saved tensors that may stay on each device. ``None`` moves what the link hides, 0 everything that can move.
+        modules: the modules to manage, none inside another. A ``ModuleList`` stands for its elements. Each forward is a frame: one
+            microbatch.
+        activation_budget: bytes of saved tensors that may stay on each device. ``None`` moves what the link hides, 0 everything that can
+            move.
         tier: ``"host"`` (pinned memory), ``"disk"``, or a ``Tier``. The default is host on an accelerator and disk on a CPU.
         min_bytes: smaller storages stay; 1 MiB unless given, 0 moves all.
 
@@ -172,7 +179,9 @@ def _named_modules(modules: nn.Module | Sequence[nn.Module]) -> list[tuple[str, 
     for prefix, root in named:
         for name, module in root.named_modules(prefix=prefix):
             if wrapper_of(module) is not None:
-                raise ValueError(f"{name or type(module).__name__!r} is managed by a handle already; remove that handle first, or leave the module out")
+                raise ValueError(
+                    f"{name or type(module).__name__!r} is managed by a handle already; remove that handle first, or leave the module out"
+                )
         if root in taken:
             raise ValueError(f"{prefix!r} is {taken[root]!r} or inside it; give each module once, and none that another one contains")
         taken.update((module, prefix) for module in root.modules())

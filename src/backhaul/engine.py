@@ -1,11 +1,13 @@
 """Pack and unpack: what happens to each saved tensor of a managed module.
 
 Covers: which tensors may move, carrying out what flow.py decides, what is counted. One engine belongs to one handle.
-Does not cover: when anything moves (flow.py), how (tiers/), what autograd is given to hold (saved.py), where the hooks are entered (scopes.py).
+Does not cover: when anything moves (flow.py), how (tiers/), what autograd is given to hold (saved.py), where the hooks are entered
+(scopes.py).
 
 [Note: Locking]
-One reentrant lock an engine. Finalizers do not take it: they append to ``grave``, which the next pack or unpack drains. Wherever an asynchronous exception
-(KeyboardInterrupt) may lose a decision that flow.py has made, the next one about the same blob finds the blob's own state and makes up for it.
+One reentrant lock an engine. Finalizers do not take it: they append to ``grave``, which the next pack or unpack drains. Wherever an
+asynchronous exception (KeyboardInterrupt) may lose a decision that flow.py has made, the next one about the same blob finds the blob's own
+state and makes up for it.
 """
 
 import contextlib
@@ -23,20 +25,28 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul.flow import CopyOut, Decision, Flow, Release
+from backhaul.flow import CopyOut, Decision, Flow, Link, Release
 from backhaul.reporting import Tally
 from backhaul.saved import Blob, Dead, Kept, Layout, Parts, Promise, Recast, Saved, View
 from backhaul.scopes import Frame, Here, Scope, Storages
 from backhaul.sizes import format_bytes
-from backhaul.tiers.base import Tier, TierFull
+from backhaul.tiers.base import Tier, TierFull, Transfer
+from backhaul.tiers.pools import in_current_pool
 from backhaul.timing import Timeline, Waits, clock_of
 
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
+DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 NOTHING = contextlib.nullcontext()
 
 
 class Station:
-    """One device: what flow.py knows of it, when things happened there, and which compute streams were seen."""
+    """One device: what flow.py knows of it, when things happened there, and which compute streams were seen.
+
+    [Note: Whose memory]
+    Memory goes back to the pool of the stream it was allocated on, and that stream may use it again at once. With one compute stream
+    it is enough that this stream waits for the copy before the memory is dropped. Where another pool owns it, or more compute streams
+    than one have been seen, waiting on the current stream binds nobody else: then memory is held until the device has passed the point.
+    """
 
     def __init__(self, device: torch.device, activation_budget: int | None) -> None:
         clock = clock_of(device)
@@ -44,16 +54,29 @@ class Station:
         self.flow = Flow(activation_budget=activation_budget)
         self.timeline = Timeline(clock)
         self.waits = Waits(clock)
-        self.streams: set[torch.Stream] = set()
+        self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id
+        self.limbo: deque[tuple[list[Any], UntypedStorage]] = deque()  # buffers, and the points after which nobody reads them
         self.fixed_bytes = 0  # resident bytes that cannot be moved
         self.peak_fixed_bytes = 0
 
     def current_stream(self) -> torch.Stream | None:
+        """Return the current stream, and remember it as one that computes; ``None`` on a device without streams."""
         if self.device.type == "cpu":
             return None
         stream = torch.accelerator.current_stream(self.device)
-        self.streams.add(stream)
-        return stream
+        return self.streams.setdefault(stream.stream_id, stream)
+
+    def wait_to_drop(self, copy: Transfer, source: Tensor) -> None:
+        """Order what follows after ``copy``, so that ``source`` may be dropped ([Note: Whose memory])."""
+        self.current_stream()
+        bound = len(self.streams) <= 1 and (self.device.type != "cuda" or in_current_pool(source))
+        self.waits.measure(copy.wait if bound else copy.order)
+
+    def hold(self, buffer: UntypedStorage) -> None:
+        """Keep a buffer until every compute stream has passed what it holds now ([Note: Whose memory])."""
+        self.limbo.append(([stream.record_event() for stream in self.streams.values()], buffer))
+        while self.limbo and all(event.query() for event in self.limbo[0][0]):
+            self.limbo.popleft()
 
     def mark(self) -> None:
         """Stamp the event that flow.py has just recorded, if it has."""
@@ -100,7 +123,9 @@ class Engine:
         if not is_root or not module.training:
             return NOTHING
         if _torch.inside_checkpoint():
-            self.passed("it runs inside a checkpointed region, whose recomputation goes on undisturbed; manage the module around the checkpoint instead")
+            self.passed(
+                "it runs inside a checkpointed region, where hooks would switch recomputation off; manage the module around it instead"
+            )
             return NOTHING
         return _InFrame(self, fqn, module)
 
@@ -108,7 +133,7 @@ class Engine:
         """Open a frame, and a step with it where none is open."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{fqn or 'the managed module'!r} is being captured into a CUDA graph: a replay would read tensors that backhaul has moved. "
+                f"{fqn or 'the managed module'!r} is being captured into a CUDA graph, whose replay would read tensors that have moved. "
                 "Capture within handle.paused(), or remove the handle first"
             )
         with self.lock:
@@ -116,7 +141,7 @@ class Engine:
             if not self.frames:
                 self.owned.refresh(module for module in (reference() for reference in self.modules) if module is not None)
                 self._check_budget()
-            self._take_times()
+            self._measure()
             frame = Frame(next(self.nums), self.grave)
             self.frames[frame.num] = weakref.ref(frame)
             for station in self.stations.values():
@@ -128,9 +153,11 @@ class Engine:
         tally = self.tally
         tally.num_passes += 1
         if tally.num_passes >= 3 and not tally.offloaded_bytes:
-            self.warn_once("nothing", f"backhaul offloaded 0 of {format_bytes(tally.saved_bytes)} in three passes: {obstacle or tally.why_nothing(self.min_bytes)}")
+            reason = obstacle or tally.why_nothing(self.min_bytes)
+            self.warn_once("nothing", f"backhaul offloaded 0 of {format_bytes(tally.saved_bytes)} in three passes: {reason}")
 
     def warn_once(self, topic: str, message: str) -> None:
+        """Warn, unless this handle has warned of the same topic before."""
         if topic not in self._warned:
             self._warned.add(topic)
             warnings.warn(message, stacklevel=2)
@@ -317,7 +344,9 @@ class Engine:
     def _on_accelerator(self) -> bool:
         """Say whether the managed modules live on an accelerator, so that tensors on the host are none of ours."""
         if self._accelerated is None:
-            tensors = (t for reference in self.modules if (module := reference()) is not None for t in (*module.parameters(), *module.buffers()))
+            tensors = (
+                t for reference in self.modules if (module := reference()) is not None for t in (*module.parameters(), *module.buffers())
+            )
             self._accelerated = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors)
         return self._accelerated
 
@@ -389,9 +418,9 @@ class Engine:
         if slot is None:
             return
         try:
-            if blob.incoming is not None:
+            if blob.incoming is not None:  # it came back and nobody has used it
                 blob.incoming.wait()
-            station.waits.measure(slot.stored.wait)
+            station.wait_to_drop(slot.stored, blob.source())
         except OSError as error:
             blob.slot = None
             self.tier.free(slot)
@@ -465,31 +494,38 @@ class Engine:
             self.tier.free(dead.slot)
         if dead.fixed_bytes:
             station.fix(-dead.fixed_bytes)
+        if dead.buffer is not None:
+            station.hold(dead.buffer)
         station.flow.dropped(dead.num)
 
     def _end_frame(self, num: int) -> None:
         self.frames.pop(num, None)
         if not self.frames:
-            self._take_times()
+            self._measure()
         for station in self.stations.values():
             station.flow.close_frame(num)
             if not self.frames:
                 station.timeline.end_step()
 
-    def _take_times(self) -> None:
+    def _measure(self) -> None:
+        """Tell flow.py how fast the tier is, and when the device reached each event of the last step, as far as that is known."""
+        rates = self.tier.rates_gbps
         for station in self.stations.values():
+            if rates is not None:
+                station.flow.link = Link(d2h_gbps=rates[0], h2d_gbps=rates[1], both_gbps=DUPLEX * sum(rates))
             times = station.timeline.finished()
             if times is not None:
                 station.flow.times(times)
 
     def _check_budget(self) -> None:
         """Refuse a budget that cannot be met, once a step has shown what has to stay."""
+        budget = self.activation_budget
         for station in self.stations.values():
             fixed = station.peak_fixed_bytes
-            if self.activation_budget and fixed > self.activation_budget:
+            if budget and fixed > budget:
                 raise ValueError(
-                    f"activation_budget={format_bytes(self.activation_budget)} is below the {format_bytes(fixed)} of saved tensors on {station.device} that cannot be "
-                    f"moved ({self.tally.reasons()}); give at least that, lower min_bytes, or use 0 to move all that can move"
+                    f"activation_budget={format_bytes(budget)} is below the {format_bytes(fixed)} of saved tensors on {station.device} "
+                    f"that cannot be moved ({self.tally.reasons()}); give at least that, lower min_bytes, or use 0 to move all that can move"
                 )
 
 
@@ -530,7 +566,7 @@ class _InFrame:
             here.frame = here.scope = None
             if isinstance(error, RuntimeError) and _torch.inside_functional_transform():
                 raise RuntimeError(
-                    f"{self.fqn or 'the managed module'!r} was called inside a torch.func transform, which does not allow saved-tensor hooks; "
+                    f"{self.fqn or 'the managed module'!r} was called inside a torch.func transform, which allows no saved-tensor hooks; "
                     "run the transform within handle.paused()"
                 ) from error
             raise

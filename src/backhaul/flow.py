@@ -19,7 +19,8 @@ import enum
 import heapq
 from collections.abc import Sequence
 
-from backhaul.scheduling import CopyOut, Decision, Key, Link, Release, Reload, Schedule, Step, schedule
+from backhaul.scheduling import Key, Schedule, Step, schedule
+from backhaul.wire import CopyOut, Decision, Link, Release, Reload
 
 __all__ = ["BlobState", "CopyOut", "Decision", "Flow", "Key", "Link", "Release", "Reload"]
 
@@ -195,7 +196,8 @@ class Flow:
         if not movable or key in self._left:
             self._fixed_bytes += num_bytes
             return ()
-        self._decisions = decisions = []
+        decisions: list[Decision] = []
+        self._decisions = decisions
         entry.state = RESIDENT
         entry.frame = home = self._frames[frame]
         entry.name = (home.ordinal, key)
@@ -224,7 +226,8 @@ class Flow:
         entry = self._blobs[blob]
         if entry.item < 0 and entry.state is KEPT:
             return ()
-        self._decisions = decisions = []
+        decisions: list[Decision] = []
+        self._decisions = decisions
         passed = self._event(entry, ~entry.item)
         if passed and self.scheduled:
             self._follow(passed, needed=entry)

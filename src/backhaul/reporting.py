@@ -16,8 +16,8 @@ from backhaul.sizes import format_bytes
 class Stats:
     """A snapshot of what a handle has counted. The first seven are sums since the handle was made; a storage counts once a frame.
 
-    ``saved_bytes`` is ``kept_bytes`` plus ``offloaded_bytes`` plus ``recomputed_bytes``. Parameters and their aliases appear in ``kept_by_reason`` alone.
-    ``host_*``, ``disk_*`` and ``pageable_bytes`` are those of the handle's tier, which other handles may share.
+    ``saved_bytes`` is ``kept_bytes`` plus ``offloaded_bytes`` plus ``recomputed_bytes``. Parameters and their aliases appear in
+    ``kept_by_reason`` alone. ``host_*``, ``disk_*`` and ``pageable_bytes`` are those of the handle's tier, which other handles may share.
     """
 
     saved_bytes: int
@@ -61,21 +61,23 @@ class Report:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        stats = self.stats
-        lines = [f"saved      {format_bytes(stats.saved_bytes):>12}"]
-        lines += [f"offloaded  {format_bytes(stats.offloaded_bytes):>12}  in {stats.num_offloads} copies, {format_bytes(stats.futile_bytes)} of it futile"]
-        lines += [f"reloaded   {format_bytes(stats.reloaded_bytes):>12}  {stats.num_demand_reloads} times on demand"]
-        lines += [f"kept       {format_bytes(stats.kept_bytes):>12}"]
-        lines += [f"  {reason or 'not worth moving':<32} {format_bytes(num_bytes):>12}" for reason, num_bytes in stats.kept_by_reason.items()]
-        lines += [f"resident   {format_bytes(stats.resident_bytes):>12}  peak {format_bytes(stats.peak_resident_bytes)}"]
-        lines += [f"host       {format_bytes(stats.host_bytes):>12}  peak {format_bytes(stats.peak_host_bytes)}, pageable so far {format_bytes(stats.pageable_bytes)}"]
-        lines += [f"disk       {format_bytes(stats.disk_bytes):>12}  peak {format_bytes(stats.peak_disk_bytes)}"]
-        lines += [f"exposed    {stats.exposed_ms:>9.1f} ms"]
+        stats, size = self.stats, format_bytes
+        lines = [
+            f"saved      {size(stats.saved_bytes):>12}",
+            f"offloaded  {size(stats.offloaded_bytes):>12}  in {stats.num_offloads} copies, {size(stats.futile_bytes)} of it futile",
+            f"reloaded   {size(stats.reloaded_bytes):>12}  {stats.num_demand_reloads} times on demand",
+            f"kept       {size(stats.kept_bytes):>12}",
+            *(f"  {reason:<32} {size(num_bytes):>12}" for reason, num_bytes in stats.kept_by_reason.items()),
+            f"resident   {size(stats.resident_bytes):>12}  peak {size(stats.peak_resident_bytes)}",
+            f"host       {size(stats.host_bytes):>12}  peak {size(stats.peak_host_bytes)}, pageable {size(stats.pageable_bytes)}",
+            f"disk       {size(stats.disk_bytes):>12}  peak {size(stats.peak_disk_bytes)}",
+            f"exposed    {stats.exposed_ms:>9.1f} ms",
+        ]
         if self.note:
             lines += [f"note: {self.note}"]
         if self.modules:
             lines += ["", f"{'module':<48} {'saved':>12} {'offloaded':>12}"]
-            lines += [f"{row.fqn or '(root)':<48} {format_bytes(row.saved_bytes):>12} {format_bytes(row.offloaded_bytes):>12}" for row in self.modules]
+            lines += [f"{row.fqn or '(root)':<48} {size(row.saved_bytes):>12} {size(row.offloaded_bytes):>12}" for row in self.modules]
         return "\n".join(lines)
 
 
@@ -133,7 +135,9 @@ class Tally:
 
     def reasons(self) -> str:
         """Name what stays, most first."""
-        return ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in self.kept_by_reason().items()) or "nothing was saved"
+        return (
+            ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in self.kept_by_reason().items()) or "nothing was saved"
+        )
 
     def why_nothing(self, min_bytes: int) -> str:
         """Say why an enabled handle has moved nothing."""

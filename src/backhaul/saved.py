@@ -4,14 +4,15 @@ Covers: the promises that ``pack`` returns and how each gives its value back; id
 Does not cover: when bytes move (flow.py), or who starts the copies (engine.py).
 
 [Note: Ownership]
-Autograd holds a promise, a ``Saved`` holds its ``Blob``, a ``Blob`` holds the device memory (through its views' aliases, or the buffer it was
-reloaded into), its slot in a tier, and its frame. Nobody else holds any of them for longer than a call: the engine has weak references, a lane holds both ends of a copy
-until it has ended. So whatever autograd drops is gone at once. ``__del__`` runs on any thread and at any moment, so it only appends to ``grave``.
+Autograd holds a promise, a ``Saved`` holds its ``Blob``, a ``Blob`` holds the device memory (through its views' aliases, or the buffer it
+was reloaded into), its slot in a tier, and its frame. Nobody else holds any of them for longer than a call: the engine has weak references,
+a lane holds both ends of a copy until it has ended. So whatever autograd drops is gone at once. ``__del__`` runs on any thread and at any
+moment, so it only appends to ``grave``.
 
 [Note: Versions]
-A detached alias shares the version counter of the tensor it was made from. With hooks active autograd no longer compares versions; the promises do, and
-raise the error that autograd would have raised. On release an alias gives up the storage and keeps the counter (assigning ``.data`` replaces the one and not the other),
-so that a storage found alive later can still be told from one that was written meanwhile.
+A detached alias shares the version counter of the tensor it was made from. With hooks active autograd no longer compares versions; the
+promises do, and raise the error that autograd would have raised. On release an alias gives up the storage and keeps the counter (assigning
+``.data`` replaces the one and not the other), so that a storage found alive later can still be told from one that was written meanwhile.
 
 An alias is never handed out where it may be released: whoever got it would see it emptied.
 """
@@ -42,11 +43,11 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Layout":
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg())
 
     def view(self, storage: UntypedStorage) -> Tensor:
         """Return a tensor that looks at ``storage`` in this way."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)
         if self.is_conj:
             tensor = tensor.conj()
         return _torch.neg_view(tensor) if self.is_neg else tensor
@@ -59,10 +60,11 @@ def flat(storage: UntypedStorage) -> Tensor:
 
 def modified_in_place(tensor: Tensor, expected: int) -> RuntimeError:
     """Return the error that autograd raises for a saved tensor that was written in place."""
+    found = _torch.version_of(tensor)
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {_torch.version_of(tensor)}; expected version {expected} instead. "
-        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
+        "detection to find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
     )
 
 

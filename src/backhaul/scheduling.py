@@ -1,6 +1,6 @@
 """What a learned step tells about the next one: which blob should leave when, and when it should start back.
 
-Covers: the record of a step (`Step`), the link as two queues with a clock (`Wire`), and the schedule made from both ([Note: Schedule]).
+Covers: the record of a step, and the schedule made from it ([Note: Schedule]).
 Does not cover: what to do while nothing is known or the step turns out different (flow.py), or real copies (engine.py).
 
 [Note: Schedule]
@@ -16,43 +16,15 @@ Several shares are played; the one that stalls least is kept.
 """
 
 import heapq
+import math
 from bisect import insort
-from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+
+from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 
 Key = Hashable  # names a blob from step to step, within its frame: (fqn, call, pack)
-
-
-class CopyOut(NamedTuple):
-    """Start copying the blob to the tier; the device tensor stays."""
-
-    blob: int
-
-
-class Release(NamedTuple):
-    """Drop the device tensor; compute waits first for a copy of the blob that is still under way."""
-
-    blob: int
-
-
-class Reload(NamedTuple):
-    """Start copying the blob back; whoever uses it waits for that copy."""
-
-    blob: int
-
-
-Decision: TypeAlias = CopyOut | Release | Reload
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """Rates between a device and a tier in GB/s (1e9 bytes): each way alone, and both ways together."""
-
-    d2h_gbps: float
-    h2d_gbps: float
-    both_gbps: float
 
 
 @dataclass
@@ -100,121 +72,6 @@ class Step:
         before = sum(self.gaps)
         self.gaps = [min(pair) for pair in zip(self.gaps, found, strict=True)] if self.gaps else found
         return abs(sum(self.gaps) - before) > 0.01 * before
-
-
-class Wire:
-    """Both directions of a link as two queues with a clock: a copy has the whole lane, two lanes share what the link can do together."""
-
-    def __init__(self, link: Link) -> None:
-        self.now = 0.0
-        self.bytes_out = 0
-        self.bytes_in = 0
-        shared = min(1.0, link.both_gbps / (link.d2h_gbps + link.h2d_gbps))
-        self._alone = (link.d2h_gbps * 1e6, link.h2d_gbps * 1e6)  # bytes per ms
-        self._both = (self._alone[0] * shared, self._alone[1] * shared)
-        self._out: deque[list[float]] = deque()  # [item, bytes left]
-        self._in: deque[list[float]] = deque()
-        self._leaving: set[int] = set()
-        self._coming: set[int] = set()
-        self.out_ms = [1 / rate for rate in self._both][0]  # ms per byte beside traffic the other way
-        self.in_ms = [1 / rate for rate in self._both][1]
-
-    def copy_out(self, item: int, num_bytes: int) -> None:
-        """Queue a copy to the tier."""
-        self.bytes_out += num_bytes
-        self._out.append([item, num_bytes])
-        self._leaving.add(item)
-
-    def copy_in(self, item: int, num_bytes: int) -> None:
-        """Queue a copy from the tier; it starts after the item's copy to the tier."""
-        self.bytes_in += num_bytes
-        self._in.append([item, num_bytes])
-        self._coming.add(item)
-
-    def play(self, decision: Decision, num_bytes: int) -> float:
-        """Carry out a decision; return the time at which compute goes on."""
-        item = decision.blob
-        if isinstance(decision, CopyOut):
-            self.copy_out(item, num_bytes)
-        elif isinstance(decision, Reload):
-            self.copy_in(item, num_bytes)
-        else:
-            self.wait_in(item)
-            return self.wait_out(item)
-        return self.now
-
-    def leaving(self, item: int) -> bool:
-        """Say whether the item's copy to the tier is still under way."""
-        return item in self._leaving
-
-    def coming(self, item: int) -> bool:
-        """Say whether the item's copy from the tier is still under way."""
-        return item in self._coming
-
-    def wait_out(self, item: int) -> float:
-        """Let time pass until the item's copy to the tier has ended."""
-        while item in self._leaving:
-            self._pass(float("inf"))
-        return self.now
-
-    def wait_in(self, item: int) -> float:
-        """Let time pass until the item's copy from the tier has ended."""
-        while item in self._coming:
-            self._pass(float("inf"))
-        return self.now
-
-    def advance(self, until: float) -> float:
-        """Let time pass until then."""
-        while self.now < until:
-            if not self._out and not self._in:
-                self.now = until
-            else:
-                self._pass(until)
-        return self.now
-
-    def queue_out(self) -> list[int]:
-        """Return the items on their way to the tier, first come first."""
-        return [int(item) for item, _ in self._out]
-
-    def eta_in(self, item: int) -> float:
-        """Return the ms until the item's copy from the tier ends."""
-        ahead = 0.0
-        for each, left in self._in:
-            ahead += left
-            if each == item:
-                break
-        return ahead * self.in_ms
-
-    def backlog_out(self) -> float:
-        """Return the ms that the queue to the tier will still take."""
-        return sum(left for _, left in self._out) * self.out_ms
-
-    def backlog_in(self) -> float:
-        """Return the ms that the queue from the tier will still take."""
-        return sum(left for _, left in self._in) * self.in_ms
-
-    def _pass(self, until: float) -> None:
-        """Let time pass until then, or until one of the copies at the head ends if that is sooner."""
-        comes = bool(self._in) and int(self._in[0][0]) not in self._leaving
-        out_rate, in_rate = self._both if self._out and comes else self._alone
-        span = until - self.now
-        if self._out:
-            span = min(span, self._out[0][1] / out_rate)
-        if comes:
-            span = min(span, self._in[0][1] / in_rate)
-        self.now += span
-        if self._out:
-            self._spend(self._out, self._leaving, span * out_rate)
-        if comes:
-            self._spend(self._in, self._coming, span * in_rate)
-
-    @staticmethod
-    def _spend(lane: deque[list[float]], under_way: set[int], num_bytes: float) -> None:
-        head = lane[0]
-        head[1] -= num_bytes
-        if head[1] < 1:
-            lane.popleft()
-            under_way.discard(int(head[0]))
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ Covers: scopes and frames ([Note: Scopes]), the wrapper around a module's ``forw
 Does not cover: what happens to a tensor saved there (engine.py).
 
 [Note: Scopes]
-A managed module's ``forward`` is replaced on the instance. A wrapper is left by ``try/finally`` whatever is raised, KeyboardInterrupt included, which module hooks do not
-promise; hooks added to a compiled module would not run or would break its graph. A module compiled in place runs through ``_compiled_call_impl``, so there that is
-replaced and the traced code stays as it was. Below the managed module, the blocks (elements of a ModuleList or Sequential) get a wrapper that only says which one is running.
+A managed module's ``forward`` is replaced on the instance. A wrapper is left by ``try/finally`` whatever is raised, KeyboardInterrupt
+included, which module hooks do not promise; hooks added to a compiled module would not run or would break its graph. A module compiled in
+place runs through ``_compiled_call_impl``, so there that is replaced and the traced code stays as it was. Below the managed module, the
+blocks (elements of a ModuleList or Sequential) get a wrapper that only says which one is running.
 
-The wrapper reaches its module through a weak reference, so that it adds no cycle: a model dies when its last user lets go. ``__getstate__``, also set on the instance,
-hides both from copies and pickles.
+The wrapper reaches its module through a weak reference, so that it adds no cycle: a model dies when its last user lets go.
+``__getstate__``, also set on the instance, hides both from copies and pickles.
 """
 
 import contextlib

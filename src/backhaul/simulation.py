@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from backhaul.flow import Flow, Key, Link
-from backhaul.scheduling import Wire
+from backhaul.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ def parse_bytes(size: int | str, *, what: str) -> int:
             raise ValueError(f'{what}={size!r} is not a size; write bytes as a number, or "12GiB", "500MB"')
         return int(float(match[1]) * _UNITS[match[2].lower()])
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise ValueError(f"{what}={size!r} is not a size; write a number of bytes of at least 0, or a string such as \"12GiB\"")
+        raise ValueError(f'{what}={size!r} is not a size; write a number of bytes of at least 0, or a string such as "12GiB"')
     return size
 
 

@@ -1,13 +1,16 @@
 """What tests of backhaul, and of anything built on it, need again and again.
 
 Covers: the claim that training is unchanged (``assert_same_training``), a tier that shows what was done to it and fails on demand
-(``RecordingTier``), and the check of a tier against its contract (``check_tier``, in ``tiers/checking.py``).
-Does not cover: speed, or memory of a device.
+(``RecordingTier``), and the contract of a tier as a check that anyone can run on a tier of their own (``check_tier``).
+Does not cover: speed, memory of a device, or what a tier does when its medium fails, which only its own tests can bring about.
 """
 
 import itertools
+import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,10 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from backhaul.tiers.base import Slot, Tier, TierFull, Transfer
-from backhaul.tiers.checking import check_tier
-
-__all__ = ["RecordingTier", "SameTraining", "TierRecord", "assert_same_training", "check_tier", "same_bits"]
+from backhaul.tiers.base import ALIGNMENT, Slot, Tier, TierFull, Transfer
 
 GARBAGE = 0xA5  # what memory holds that nobody may read
 
@@ -27,11 +27,10 @@ Fault = BaseException | Callable[[int], BaseException | None]
 
 @dataclass(frozen=True)
 class SameTraining:
-    """What a managed run had in common with the untouched one, bit for bit, and what it took."""
+    """What the managed run and the untouched one have in common, and what the managed one took."""
 
-    outputs: list[Any]  # what `step` returned, step by step
-    gradients: dict[str, Tensor]  # of the last step, by parameter name
-    stats: Any  # `handle.stats` after the last step
+    steps: list[dict[str, Any]]  # step by step: "output", "gradient of <fqn>", "buffer <fqn>"
+    stats: Any  # `handle.stats` after the last step, where the handle has any
 
 
 def assert_same_training(
@@ -45,27 +44,27 @@ def assert_same_training(
 ) -> SameTraining:
     """Train an untouched model and a managed one from the same seed, and assert that no bit differs.
 
-    Two models are built. Each is trained for ``steps`` steps of plain SGD, so that a stale parameter shows, the second one under the handle.
-    After every step all that training is made of is compared by bit pattern (so NaN equals the same NaN, and 0.0 differs from -0.0): what the
-    step returned, the gradient of every parameter or its absence, and every buffer.
+        Two models are built, and each is trained by plain SGD, so that a stale parameter shows; the second one under the handle. After each
+    step all that training is made of is compared by bit pattern (NaN equals the same NaN, 0.0 differs from -0.0): what the step returned,
+    the gradient of every parameter or its absence, and every buffer.
 
     Args:
         build: makes the model; every call must give the same one from the same seed.
-        step: runs forward and backward, as for ``backhaul.profile``, and returns what else must be the same: the loss, several losses in a
-            list, a dict with the gradient of an input, nothing.
-        manage: puts a model under backhaul and returns the handle, for instance ``lambda model: bh.offload(model, min_bytes=0)``.
-        steps: how many; two at least, since the first step is the one that backhaul learns from.
+        step: runs forward and backward, as for ``backhaul.profile``, and returns what else must be the same: the loss, several losses in
+            a list, a dict with the gradient of an input, nothing.
+        manage: puts a model under backhaul and returns the handle: ``lambda model: bh.offload(model, min_bytes=0)``.
+            steps: how many; two at least, since the first step is the one that backhaul learns from.
 
-    Raises ``AssertionError`` naming the step and the tensor, ``ValueError`` where ``build`` makes a different model each time.
+        Raises ``AssertionError`` naming the step and the tensor, ``ValueError`` where ``build`` makes a different model each time.
 
-    >>> from contextlib import nullcontext
-    >>> def step(model):
-    ...     loss = model(torch.ones(2, 4)).square().sum()
-    ...     loss.backward()
-    ...     return loss
-    >>> same = assert_same_training(lambda: nn.Linear(4, 4), step, lambda model: nullcontext())
-    >>> sorted(same.gradients), same.stats is None
-    (['bias', 'weight'], True)
+        >>> from contextlib import nullcontext
+        >>> def step(model):
+        ...     loss = model(torch.ones(2, 4)).square().sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> same = assert_same_training(lambda: nn.Linear(4, 4), step, lambda model: nullcontext())
+        >>> sorted(same.steps[-1])
+        ['gradient of bias', 'gradient of weight', 'output']
     """
     torch.manual_seed(seed)
     expected_model = build()
@@ -76,20 +75,15 @@ def assert_same_training(
             raise ValueError(f"build() made two models that differ in {name!r}; it must make the same one from the same seed")
 
     expected = list(_train(expected_model, step, steps=steps, lr=lr, seed=seed))
-    outputs = []
     with manage(model) as handle:
         for index, state in enumerate(_train(model, step, steps=steps, lr=lr, seed=seed)):
-            _assert_same_state(state, expected[index], where=f"step {index}")
-            outputs.append(state["output"])
-        stats = getattr(handle, "stats", None)
-    return SameTraining(outputs, {name: gradient for name, gradient in state["gradient"].items() if gradient is not None}, stats)
+            _assert_same_state(state, expected[index], step=index)
+        return SameTraining(expected, getattr(handle, "stats", None))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Say whether two tensors have the same dtype, shape, device and bits."""
-    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
-        return False
-    return torch.equal(_bits(a), _bits(b))
+    return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device) and torch.equal(_bits(a), _bits(b))
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -98,53 +92,35 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _train(model: nn.Module, step: Callable[[nn.Module], Any], *, steps: int, lr: float, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield all that training is made of after each step, by name."""
     torch.manual_seed(seed)
     for _ in range(steps):
         model.zero_grad(set_to_none=True)
-        output = step(model)
-        yield {
-            "output": _map_tensors(lambda tensor: tensor.detach().clone(), output),
-            "gradient": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
-            "buffer": {name: buffer.clone() for name, buffer in model.named_buffers()},
-        }
+        state = dict(_leaves("output", step(model)))
+        state |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+        state |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+        yield {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=lr)
 
 
-def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(function, item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_tensors(function, item) for item in value]
-    return value
-
-
-def _assert_same_state(state: Any, expected: Any, *, where: str) -> None:
-    if isinstance(expected, Tensor) and isinstance(state, Tensor):
-        if not same_bits(state, expected):
-            raise AssertionError(f"{where} is not what the untouched model gives: {_difference(state, expected)}")
-    elif isinstance(expected, dict):
-        assert state.keys() == expected.keys(), f"{where}: {sorted(state)} where the untouched model has {sorted(expected)}"
-        for key, value in expected.items():
-            _assert_same_state(state[key], value, where=f"{where}, {key}")
-    elif isinstance(expected, list):
-        assert len(state) == len(expected), f"{where}: {len(state)} values where the untouched model has {len(expected)}"
-        for index, value in enumerate(expected):
-            _assert_same_state(state[index], value, where=f"{where}[{index}]")
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(f"{name}[{key!r}]", item)
     else:
-        assert state == expected, f"{where} is {state!r} where the untouched model has {expected!r}"
+        yield name, value
 
 
-def _difference(a: Tensor, b: Tensor) -> str:
-    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
-        return f"{a.dtype} {tuple(a.shape)} on {a.device}, expected {b.dtype} {tuple(b.shape)} on {b.device}"
-    num_bytes = int((_bits(a) != _bits(b)).sum())
-    largest = (a.detach().to_dense().double() - b.detach().to_dense().double()).abs().max().item() if not a.is_complex() else float("nan")
-    return f"{num_bytes} of {b.nbytes} bytes differ, values by up to {largest:g}"
+def _assert_same_state(state: dict[str, Any], expected: dict[str, Any], *, step: int) -> None:
+    assert state.keys() == expected.keys(), f"step {step}: only one of the two models has {sorted(state.keys() ^ expected.keys())}"
+    for name, value in expected.items():
+        if not (isinstance(value, Tensor) and isinstance(state[name], Tensor)):
+            assert value is state[name] or value == state[name], f"step {step}: {name} is {state[name]}, on the untouched model {value}"
+        elif not same_bits(state[name], value):
+            raise AssertionError(f"step {step}: {name} is not what the untouched model gives:\n{state[name]}\nexpected:\n{value}")
 
 
 @dataclass(frozen=True)
@@ -161,8 +137,8 @@ class RecordingTier(Tier):
 
     Args:
         capacity: most bytes to hold; default: no limit.
-        fail_store: raised by ``store`` itself, which then takes nothing. An exception is raised every time; a function is given the number of
-            the call, from 0, and returns an exception or ``None``: ``fail_store={3: TierFull("no room")}.get`` fails the fourth store.
+        fail_store: raised by ``store`` itself, which then takes nothing. An exception is raised every time; a function is given the number
+            of the call, from 0, and returns an exception or ``None``: ``fail_store={3: TierFull("no room")}.get`` fails the fourth store.
         fail_write: the same for the copy that ``store`` started; raised by ``slot.stored.wait()`` and by every load of that slot.
         fail_load: the same for the copy that ``load`` started; raised by ``wait``.
         deferred: copies happen when they are waited for and not before. An engine that overwrites a source, or reads a target, without
@@ -173,7 +149,7 @@ class RecordingTier(Tier):
     >>> tier = RecordingTier()
     >>> slot = tier.store(torch.zeros(8, dtype=torch.uint8))
     >>> tier.free(slot)
-    >>> [record.event for record in tier.records], tier.stored_bytes, tier.used_bytes, tier.peak_bytes
+    >>> [record.event for record in tier.records], tier.bytes_of("store"), tier.used_bytes, tier.peak_bytes
     (['store', 'free'], 8, 0, 8)
     """
 
@@ -189,7 +165,6 @@ class RecordingTier(Tier):
         deferred: bool = False,
     ) -> None:
         self.records: list[TierRecord] = []
-        self.num_open_copies = 0  # deferred copies that nobody has waited for
         self._capacity = capacity
         self._deferred = deferred
         self._faults = {"store": fail_store, "write": fail_write, "load": fail_load}
@@ -247,17 +222,8 @@ class RecordingTier(Tier):
     def capacity_bytes(self) -> int | None:
         return self._capacity
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all stores so far."""
-        return self._sum_bytes("store")
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes of all loads so far."""
-        return self._sum_bytes("load")
-
-    def _sum_bytes(self, event: str) -> int:
+    def bytes_of(self, event: Literal["store", "load", "free"]) -> int:
+        """Return the bytes of all stores, loads or frees so far."""
         return sum(record.num_bytes for record in self.records if record.event == event)
 
     def _next_error(self, event: str) -> BaseException | None:
@@ -266,7 +232,6 @@ class RecordingTier(Tier):
 
     def _start(self, slot: "_RecordingSlot", target: Tensor, source: Tensor, error: BaseException | None) -> "_RecordedCopy":
         slot.num_copies += 1
-        self.num_open_copies += 1
         copy = _RecordedCopy(self, slot, target, source, error)
         if not self._deferred:
             copy.perform()
@@ -294,17 +259,16 @@ class _RecordedCopy(Transfer):
     def __init__(self, tier: RecordingTier, slot: _RecordingSlot, target: Tensor, source: Tensor, error: BaseException | None) -> None:
         self.error = error
         self._lock = tier._lock
-        self._parts: tuple[RecordingTier, _RecordingSlot, Tensor, Tensor] | None = (tier, slot, target, source)
+        self._parts: tuple[_RecordingSlot, Tensor, Tensor] | None = (slot, target, source)
 
     def perform(self) -> None:
         with self._lock:
             if self._parts is None:
                 return
-            (tier, slot, target, source), self._parts = self._parts, None
+            (slot, target, source), self._parts = self._parts, None
             if self.error is None:
                 target.copy_(source)
             slot.num_copies -= 1
-            tier.num_open_copies -= 1
             slot.spoil_if_unused()
 
     def wait(self) -> None:
@@ -314,3 +278,221 @@ class _RecordedCopy(Transfer):
 
     def done(self) -> bool:
         return self._parts is None
+
+
+_SIZES = (1, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1, (1 << 20) + 3)
+_SMALL_CAPACITY = 256 << 20  # a tier that holds more is not filled
+
+
+def check_tier(make_tier: Callable[[], Tier], *, device: torch.device | str = "cpu") -> None:
+    """Check a tier against [Note: Tier contract]; raise ``AssertionError`` with the promise it breaks.
+
+    Args:
+        make_tier: makes a tier that holds 8 MiB at least; called once for each promise. A tier of at most 256 MiB is filled as well, to
+            see what it does then.
+        device: where the tensors are.
+
+    >>> check_tier(RecordingTier)
+    """
+    for check in (
+        _check_round_trips,
+        _check_many_slots,
+        _check_accounting,
+        _check_full,
+        _check_order,
+        _check_source,
+        _check_free_in_flight,
+        _check_double_free,
+        _check_threads,
+        _check_close,
+    ):
+        tier = make_tier()
+        try:
+            check(_Bench(tier, torch.device(device)))
+        finally:
+            tier.close()
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A tier under check, and the device whose tensors go there."""
+
+    tier: Tier
+    device: torch.device
+
+    def noise(self, num_bytes: int, *, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).to(self.device)
+
+    def store(self, content: Tensor) -> Slot:
+        """Store a copy that nobody else holds."""
+        return self.tier.store(content.clone())
+
+    def holds(self, slot: Slot, expected: Tensor) -> bool:
+        target = torch.zeros_like(expected)
+        self.tier.load(slot, target).wait()
+        return torch.equal(target, expected)
+
+    def keep_busy(self) -> None:
+        """Give the current stream work for a while, so that what is not ordered after it comes too early."""
+        if self.device.type != "cpu":
+            matrix = torch.zeros(4096, 4096, device=self.device)
+            for _ in range(50):
+                matrix = matrix @ matrix
+
+
+def _check_round_trips(bench: _Bench) -> None:
+    for num_bytes in _SIZES:
+        expected = bench.noise(num_bytes, seed=num_bytes)
+        slot = bench.store(expected)
+        assert slot.num_bytes == num_bytes, f"slot.num_bytes is {slot.num_bytes} for a source of {num_bytes} bytes"
+        slot.stored.wait()
+        slot.stored.wait()
+        for attempt in ("first", "second"):
+            assert bench.holds(slot, expected), f"the {attempt} load of {num_bytes} bytes does not give back what was stored"
+        assert slot.stored.done(), "stored.done() is false after the copy has ended"
+        bench.tier.free(slot)
+
+
+def _check_many_slots(bench: _Bench) -> None:
+    rng = random.Random(0)
+    contents = [bench.noise(rng.choice(_SIZES[:-1]) * rng.randint(1, 40), seed=index) for index in range(100)]
+    slots = [bench.store(content) for content in contents]
+    for _ in range(2):
+        order = rng.sample(range(100), k=100)
+        targets = [torch.zeros_like(contents[index]) for index in order]
+        transfers = [bench.tier.load(slots[index], target) for index, target in zip(order, targets, strict=True)]
+        for index, target, transfer in reversed(list(zip(order, targets, transfers, strict=True))):
+            transfer.wait()
+            assert torch.equal(target, contents[index]), "slots that are in use together do not keep their bytes apart"
+        for index in order[::2]:  # makes holes and fills them
+            bench.tier.free(slots[index])
+            slots[index] = bench.store(contents[index].bitwise_not_())
+    for slot in slots:
+        bench.tier.free(slot)
+
+
+def _check_accounting(bench: _Bench) -> None:
+    assert (bench.tier.used_bytes, bench.tier.peak_bytes) == (0, 0), "a new tier is not empty"
+    slots: list[Slot] = []
+    used_bytes = [0]
+    for num_bytes in (*_SIZES, *[0] * len(_SIZES)):
+        if num_bytes:
+            slots.append(bench.store(bench.noise(num_bytes, seed=0)))
+        else:
+            bench.tier.free(slots.pop(0))
+        used_bytes.append(bench.tier.used_bytes)
+        exact = sum(slot.num_bytes for slot in slots)
+        aligned = sum(-(-slot.num_bytes // ALIGNMENT) * ALIGNMENT for slot in slots)  # a tier may count what alignment costs
+        assert exact <= used_bytes[-1] <= aligned, f"used_bytes is {used_bytes[-1]} while the slots in use hold {exact}"
+    assert bench.tier.peak_bytes == max(used_bytes), f"peak_bytes is {bench.tier.peak_bytes} and used_bytes was {max(used_bytes)}"
+
+
+def _check_full(bench: _Bench) -> None:
+    tier, capacity = bench.tier, bench.tier.capacity_bytes
+    if capacity is None or capacity > _SMALL_CAPACITY:
+        return
+    content = bench.noise(capacity // 3, seed=0)
+    slots = [bench.store(content), bench.store(content)]
+    before = (tier.used_bytes, tier.peak_bytes)
+    try:
+        tier.store(torch.zeros(capacity - tier.used_bytes + 1, dtype=torch.uint8, device=bench.device))
+    except TierFull:
+        pass
+    else:
+        raise AssertionError(f"store does not raise TierFull for one byte more than the capacity of {capacity}")
+    assert (tier.used_bytes, tier.peak_bytes) == before, "a store that raised TierFull changed used_bytes or peak_bytes"
+    assert all(bench.holds(slot, content) for slot in slots), "a store that raised TierFull changed the bytes of other slots"
+    tier.free(slots[0])
+    slots[0] = bench.store(content)  # raises TierFull where the room of a freed slot cannot be used again
+    assert bench.holds(slots[0], content), "the room of a freed slot does not keep new bytes"
+    for slot in slots:
+        tier.free(slot)
+
+
+def _check_order(bench: _Bench) -> None:
+    source, content = bench.noise(_SIZES[-1], seed=0), bench.noise(_SIZES[-1], seed=1)
+    bench.keep_busy()
+    source.copy_(content)
+    slot = bench.tier.store(source)
+    assert bench.holds(slot, content), "a load that was called before stored.wait() does not come after the store"
+
+    slot.stored.wait()
+    source.zero_()
+    assert bench.holds(slot, content), "a source that was overwritten after stored.wait() changed the stored bytes"
+
+    target = torch.empty_like(source)
+    bench.keep_busy()
+    target.zero_()
+    bench.tier.load(slot, target).wait()
+    assert torch.equal(target, content), "a load does not come after what the current stream held when it was called"
+    bench.tier.free(slot)
+
+
+def _check_source(bench: _Bench) -> None:
+    content = bench.noise(_SIZES[-1], seed=0)
+    bench.keep_busy()
+    slots = [bench.store(content) for _ in range(4)]
+    others = [torch.zeros_like(content) for _ in slots]  # would get the memory of sources that were let go
+    assert all(bench.holds(slot, content) for slot in slots), "the source of a copy under way is not kept alive"
+    del others
+    for slot in slots:
+        bench.tier.free(slot)
+
+    storage = weakref.ref(content.untyped_storage())
+    slot = bench.tier.store(content)
+    slot.stored.wait()
+    del content
+    assert storage() is None, "the source is still held after stored.wait()"
+    bench.tier.free(slot)
+
+
+def _check_free_in_flight(bench: _Bench) -> None:
+    first, second = bench.noise(_SIZES[-1], seed=0), bench.noise(_SIZES[-1], seed=1)
+    for _ in range(10):
+        bench.keep_busy()
+        slot, target = bench.store(first), torch.zeros_like(first)
+        transfer = bench.tier.load(slot, target)
+        bench.tier.free(slot)
+        other = bench.store(second)  # wants the bytes that were just freed
+        transfer.wait()
+        assert torch.equal(target, first), "the bytes of a freed slot were used again while a load still read them"
+        assert bench.holds(other, second), "a copy of a freed slot wrote into a new slot"
+        bench.tier.free(other)
+        bench.tier.free(bench.store(first))
+    assert bench.tier.used_bytes == 0, f"used_bytes is {bench.tier.used_bytes} after every slot was freed"
+
+
+def _check_double_free(bench: _Bench) -> None:
+    contents = [bench.noise(ALIGNMENT, seed=seed) for seed in range(2)]
+    freed = bench.store(contents[0])
+    bench.tier.free(freed)
+    bench.tier.free(freed)
+    assert bench.tier.used_bytes == 0, f"used_bytes is {bench.tier.used_bytes} after a slot was freed twice"
+    slots = [bench.store(content) for content in contents]
+    bench.tier.free(freed)
+    for slot, content in zip(slots, contents, strict=True):
+        assert bench.holds(slot, content), "after a slot was freed twice, two slots share their bytes"
+        bench.tier.free(slot)
+
+
+def _check_threads(bench: _Bench) -> None:
+    def work(number: int) -> None:
+        for index in range(20):
+            content = bench.noise(_SIZES[index % 4] * 7, seed=100 * number + index)
+            slot = bench.store(content)
+            assert bench.holds(slot, content), "threads that use a tier together get each other's bytes"
+            bench.tier.free(slot)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert bench.tier.used_bytes == 0, f"used_bytes is {bench.tier.used_bytes} after all threads freed their slots"
+
+
+def _check_close(bench: _Bench) -> None:
+    content = bench.noise(_SIZES[-1], seed=0)
+    slot = bench.store(content)
+    bench.tier.close()
+    assert bench.holds(slot, content), "a slot in use cannot be read after close()"
+    bench.tier.free(slot)
+    assert bench.tier.used_bytes == 0, f"used_bytes is {bench.tier.used_bytes} after close() and free()"

@@ -35,6 +35,13 @@ class Transfer(abc.ABC):
     def wait(self) -> None:
         """Order what follows after this copy; raise what it raised."""
 
+    def order(self) -> None:
+        """Order what follows after this copy, as ``wait`` does, and keep the source alive until the copy has ended.
+
+        For memory that goes back to the pool of another stream than the one that waits.
+        """
+        self.wait()
+
     @abc.abstractmethod
     def done(self) -> bool:
         """Say, without waiting, whether the copy has ended (well or not)."""
@@ -84,6 +91,11 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def capacity_bytes(self) -> int | None:
         """The most that ``used_bytes`` may become, or ``None`` where nothing limits it."""
+
+    @property
+    def rates_gbps(self) -> tuple[float, float] | None:
+        """How fast the tier has been of late, into it and out of it, in GB/s; ``None`` while it has not been measured."""
+        return None
 
     @property
     def pageable_bytes(self) -> int:

@@ -36,18 +36,20 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from backhaul.sizes import format_bytes, parse_bytes
 from backhaul.tiers.base import Slot, Tier, TierFull, Transfer
 
 if TYPE_CHECKING:
-    from backhaul.tiers.host import PinnedHost
+    from backhaul.tiers.host import HostSlot, PinnedHost
 
 NUM_THREADS = 4
 SEGMENT_BYTES = 4 << 30
@@ -59,7 +61,7 @@ class Disk(Tier):
 
     Args:
         path: a directory on the disk to use; default ``tempfile.gettempdir()`` (``TMPDIR``). Use a local NVMe disk.
-        capacity: most bytes to hold; default: whatever is free on that disk.
+        capacity: most bytes to hold, as a number or as text ("200GiB"); default: whatever is free on that disk.
 
     The bytes are private to this process and gone when it ends. A disk without room raises ``TierFull`` from ``store``; a write or read
     that fails is an ``OSError`` from ``Transfer.wait``. POSIX only.
@@ -77,7 +79,7 @@ class Disk(Tier):
 
     name = "disk"
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, capacity: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, capacity: int | str | None = None) -> None:
         self.path = Path(tempfile.gettempdir() if path is None else path)
         if not self.path.is_dir() or not os.access(self.path, os.W_OK | os.X_OK):
             raise ValueError(f"disk tier: {str(self.path)!r} is not a directory this process may write to; create it or pass another path")
@@ -87,7 +89,7 @@ class Disk(Tier):
                 "directory on a disk, or use the host tier",
                 stacklevel=2,
             )
-        self._capacity = capacity
+        self._capacity = None if capacity is None else parse_bytes(capacity, what="capacity")
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._heads: list[_Segment | None] = [None] * NUM_THREADS  # the segments being filled
@@ -183,11 +185,13 @@ class Disk(Tier):
         with self._lock:
             if self._capacity is not None and self._used_bytes + num_bytes > self._capacity:
                 raise TierFull(
-                    f"disk tier: {num_bytes} bytes asked for, {self._capacity - self._used_bytes} of its capacity {self._capacity} left"
+                    f"the disk tier holds {format_bytes(self._used_bytes)} of its capacity of {format_bytes(self._capacity)}; "
+                    f"{format_bytes(num_bytes)} more do not fit"
                 )
             free_bytes = _free_bytes(self.path) - self._unwritten_bytes
             if num_bytes > free_bytes:
-                raise TierFull(f"disk tier: {num_bytes} bytes asked for, {max(0, free_bytes)} free at {str(self.path)!r}")
+                free = format_bytes(max(0, free_bytes))
+                raise TierFull(f"the disk tier was asked for {format_bytes(num_bytes)}, and {str(self.path)!r} has {free} left")
             head_index = self._num_stores % NUM_THREADS
             head = self._heads[head_index]
             if head is None or head.end + num_bytes > SEGMENT_BYTES:
@@ -248,11 +252,24 @@ class Disk(Tier):
                 self._stage = PinnedHost()
             return self._stage
 
-    def _stream(self, device: torch.device) -> torch.Stream:
+    def _ordered_after_now(self, device: torch.device) -> AbstractContextManager[object]:
+        """Note the current point of the current stream; copies issued inside the returned context, on any thread, come after it."""
+        from backhaul.tiers.lanes import has_streams
+
+        if not has_streams(device):
+            return nullcontext()
+        now = torch.accelerator.current_stream(device).record_event()
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device)
-            return self._streams[device]
+            return _after(now, self._streams[device])
+
+
+@contextmanager
+def _after(event: torch.Event, stream: torch.Stream) -> Iterator[None]:
+    stream.wait_event(event)
+    with torch.accelerator.device_index(stream.device.index), stream:
+        yield
 
 
 class _Segment:
@@ -294,7 +311,7 @@ class DiskSlot(Slot):
         self.offset = segment.append(num_bytes)
         self.num_copies = 1  # the store
         self.freed = False
-        self.kept: tuple[PinnedHost, Slot] | None = None  # the staged bytes, where writing them failed
+        self.kept: tuple[PinnedHost, HostSlot] | None = None  # the staged bytes, where writing them failed
 
     def write(self, host: torch.Tensor) -> None:
         rest, offset = _view(host), self.offset
@@ -364,11 +381,11 @@ class _HostLoad(_Copy):
 class _DeviceStore(_Copy):
     """Write staged bytes. To the outside it is the d2h copy; [Note: Through the host] says why."""
 
-    def __init__(self, tier: Disk, slot: DiskSlot, stage: "PinnedHost", staged: Any) -> None:
+    def __init__(self, tier: Disk, slot: DiskSlot, stage: "PinnedHost", staged: "HostSlot") -> None:
         super().__init__(tier, slot, partial(self._drain, tier, slot, stage, staged))
-        self._d2h: Any = staged.stored
+        self._d2h = staged.stored
 
-    def _drain(self, tier: Disk, slot: DiskSlot, stage: "PinnedHost", staged: Any) -> None:
+    def _drain(self, tier: Disk, slot: DiskSlot, stage: "PinnedHost", staged: "HostSlot") -> None:
         self._d2h.synchronize()
         try:
             tier._write(slot, staged.host)
@@ -382,38 +399,38 @@ class _DeviceStore(_Copy):
         self.raise_error()
 
     def done(self) -> bool:
-        return bool(self._d2h.done())
+        return self._d2h.done()
 
 
 class _DeviceLoad(_Copy):
-    """Read into the stage, then copy h2d on a stream that has waited for the target."""
+    """Read into the stage, then copy h2d, ordered after the point at which ``load`` was called."""
 
     def __init__(self, tier: Disk, slot: DiskSlot, stage: "PinnedHost", target: torch.Tensor) -> None:
-        allocated = torch.accelerator.current_stream(target.device).record_event()
-        super().__init__(tier, slot, partial(self._read, slot, stage, target, tier._stream(target.device), allocated))
+        super().__init__(tier, slot, partial(self._read, slot, stage, target, tier._ordered_after_now(target.device)))
         self._h2d: Transfer | None = None
 
-    def _read(self, slot: DiskSlot, stage: "PinnedHost", target: torch.Tensor, stream: torch.Stream, allocated: torch.Event) -> None:
+    def _read(self, slot: DiskSlot, stage: "PinnedHost", target: torch.Tensor, ordered: AbstractContextManager[object]) -> None:
         assert isinstance(slot.stored, _DeviceStore)
         slot.stored.wait_for_thread()  # it came before in the queue, so a thread has it already
-        with torch.accelerator.device_index(target.device.index), stream:
-            stream.wait_event(allocated)
-            if slot.kept is not None:
-                keeper, kept = slot.kept
+        if slot.kept is not None:
+            keeper, kept = slot.kept
+            with ordered:
                 self._h2d = keeper.load(kept, target)
-                return
-            try:
-                staged: Any = stage.reserve(slot.num_bytes, target.device)
-            except TierFull:
-                pageable = torch.empty(slot.num_bytes, dtype=torch.uint8)
-                slot.read(pageable)
+            return
+        try:
+            staged = stage.reserve(slot.num_bytes, target.device)
+        except TierFull:
+            pageable = torch.empty(slot.num_bytes, dtype=torch.uint8)
+            slot.read(pageable)
+            with ordered:
                 target.copy_(pageable)  # has ended when it returns, so there is no h2d to wait for
-                return
-            try:
-                slot.read(staged.host)
+            return
+        try:
+            slot.read(staged.host)
+            with ordered:
                 self._h2d = stage.load(staged, target)
-            finally:
-                stage.free(staged)
+        finally:
+            stage.free(staged)
 
     def wait(self) -> None:
         super().wait()

@@ -92,6 +92,11 @@ def pool_stream(tensor: Tensor) -> int | None:
     return None if pools is None else pools.stream_at(tensor.data_ptr())
 
 
+def in_current_pool(tensor: Tensor) -> bool:
+    """Say whether the tensor's memory is known to go back to the pool of the current stream."""
+    return pool_stream(tensor) == torch.cuda.current_stream(tensor.device).cuda_stream
+
+
 def _cuda_map(device: torch.device) -> PoolMap:
     def released() -> int:
         # Bytes and not segments, since expandable segments give back parts of themselves.

@@ -1,0 +1,202 @@
+"""Run one workload under several variants, and print what each costs.
+
+    python -m benchmarks.run W1 --variants plain,checkpoint,backhaul:12GiB,megatron,trl,save_on_cpu
+    python -m benchmarks.run W2 --tokens 32768 --variants plain,backhaul:0,trl --json results.json --picture results.png
+
+Covers: the command line, the order of things, the table and the JSON.
+Does not cover: workloads, variants or what is measured; see the modules of these names.
+
+The variants run one after the other in one process, each on a model made afresh from the same seed, with all caches emptied in between.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.measure import Comparison, Row
+    from benchmarks.timeline import Timeline
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Run one workload under several variants.")
+    parser.add_argument("workload", help="W1, W1s, W1v, W2, W2c, W3 or W4")
+    parser.add_argument("--variants", default="plain,backhaul", help="names with commas between; backhaul:12GiB gives it a budget")
+    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny runs on a CPU in seconds")
+    parser.add_argument("--device", help="the accelerator, or else the CPU, if not given")
+    parser.add_argument("--tokens", type=int, help="tokens a microbatch")
+    parser.add_argument("--microbatches", type=int, help="microbatches a step (W1, W1s, W1v)")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--deterministic", action="store_true", help="deterministic kernels, so that plain equals itself")
+    parser.add_argument("--profile", action="store_true", help="watch one more step of each variant; list where compute waited")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="watch one more step of each variant; draw memory and lanes over time")
+    return parser.parse_args(arguments)
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Set what torch and its libraries read when they start."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextlib.contextmanager
+def determinism(wanted: bool) -> Iterator[None]:
+    """Use deterministic kernels for a while, without their filling of fresh memory, which is a debugging aid and costs time."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(wanted or before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1] and not wanted
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def run(options: argparse.Namespace) -> tuple[list["Row"], list["Timeline"], dict[str, Any]]:
+    """Run every variant. Return the rows, the watched steps, and what the results should say about the circumstances."""
+    import psutil
+    import torch
+
+    from benchmarks import measure, timeline, variants
+    from benchmarks.workloads import build
+
+    device = torch.device(options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    rows: list[Row] = []
+    timelines: list[Timeline] = []
+    facts: dict[str, Any] = {}
+    packages: set[str] = set()
+    plain = None
+    for name in options.variants.split(","):
+        measure.clean_up()
+        resident = psutil.Process().memory_info().rss
+        workload = None
+        attached = False
+        variant = None
+        try:
+            variant = variants.make(name)
+            workload = build(
+                options.workload,
+                size=options.size,
+                device=device,
+                group=variant.group,
+                tokens=options.tokens,
+                microbatches=options.microbatches,
+            )
+            facts = workload.facts
+            variant.attach(workload)
+            attached = True
+            packages |= {variants.package_version(variant) or ""}
+            row, grads = measure.measure(
+                workload, variant, name, steps=options.steps, warmup=options.warmup, plain=plain, resident_before=resident
+            )
+            if name == "plain":
+                plain = grads
+            if options.profile or options.picture:
+                timelines.append(timeline.watch(workload, variant, name))
+        except variants.DoesNotApply as error:
+            row = measure.Row(variant=name, note=str(error))
+        except torch.OutOfMemoryError:
+            row = measure.Row(variant=name, note="out of device memory")
+        except RuntimeError:
+            # One variant's failure is a result; the others still run.
+            traceback.print_exc()
+            row = measure.Row(variant=name, note=f"failed: {sys.exc_info()[1]}".splitlines()[0][:100])
+        finally:
+            if attached:
+                variant.detach()
+            if workload is not None:
+                workload.close()
+            del workload, variant
+        rows.append(row)
+        print(format_row(row, base(rows)), flush=True)
+    return rows, timelines, facts | {"packages": sorted(packages - {""}), "device": describe(device)}
+
+
+def describe(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type
+
+
+def base(rows: Sequence["Row"]) -> float | None:
+    """Return the plain step's time, in ms."""
+    return next((row.step_ms for row in rows if row.variant == "plain"), None)
+
+
+COLUMNS = ("variant", "step ms", "vs plain", "activations", "allocated", "reserved", "pinned", "resident", "grads vs plain", "vs itself")
+WIDTHS = (18, 10, 9, 12, 10, 10, 9, 9, 15, 15)
+
+
+def line(cells: Sequence[str]) -> str:
+    return " ".join([cells[0].ljust(WIDTHS[0]), *(cell.rjust(width) for cell, width in zip(cells[1:], WIDTHS[1:], strict=True))])
+
+
+def format_row(row: "Row", plain_ms: float | None) -> str:
+    """Format one row; sizes are in GB (1e9 bytes)."""
+    if row.note:
+        return f"{row.variant.ljust(WIDTHS[0])} {row.note}"
+
+    def size(value: int | None) -> str:
+        return "-" if value is None else f"{value / 1e9:.2f}"
+
+    def compared(value: "Comparison | None") -> str:
+        return "-" if value is None else "bit-equal" if value.equal else f"differ {value.worst:.1e}"
+
+    against = "-" if plain_ms is None else f"{row.step_ms / plain_ms - 1:+.1%}"
+    sizes = (row.activation_bytes, row.peak_allocated_bytes, row.peak_reserved_bytes, row.pinned_bytes, row.resident_bytes)
+    return line([row.variant, f"{row.step_ms:.1f}", against, *map(size, sizes), compared(row.to_plain), compared(row.to_itself)])
+
+
+def as_json(rows: Sequence["Row"], facts: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    return {
+        "workload": options.workload,
+        "command": "python -m benchmarks.run " + " ".join(options.command),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "deterministic": options.deterministic,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        **facts,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    options.command = list(sys.argv[1:] if arguments is None else arguments)
+    prepare(options)
+    from benchmarks.timeline import summarise
+
+    print(line(COLUMNS), flush=True)
+    with determinism(options.deterministic):
+        rows, timelines, facts = run(options)
+    if options.profile:
+        print(*(summarise(watched) for watched in timelines), sep="\n")
+        print(*(f"{row.variant} says:\n{row.explained}" for row in rows if row.explained), sep="\n")
+    if options.json:
+        options.json.write_text(json.dumps(as_json(rows, facts, options), indent=1, default=str) + "\n")
+    if options.picture and timelines:
+        from benchmarks.picture import draw
+
+        draw(timelines, options.picture, title=f"{options.workload} on {facts['device']}")
+
+
+if __name__ == "__main__":
+    main()

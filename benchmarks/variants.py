@@ -1,0 +1,233 @@
+"""What may be done with a workload's saved tensors: nothing, or one of the libraries under comparison.
+
+Covers: how each peer is put around a step, unchanged and as its authors use it.
+Does not cover: the models (workloads/), or what is measured (measure.py).
+
+A variant is made before its model, since the model asks it for its ``group``; then come ``attach``, any number of steps, and ``detach``.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType, SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.workloads.base import Group, GroupFactory, Workload
+
+
+class DoesNotApply(Exception):
+    """The variant cannot run here; the message says why in a few words."""
+
+
+class Variant:
+    """Leave the saved tensors alone."""
+
+    group: GroupFactory = Group
+    package: str | None = None  # the distribution whose version the results should name
+
+    def attach(self, workload: Workload) -> None:
+        """Get ready for the steps of this model."""
+
+    def start_step(self) -> None:
+        """Called once at the start of every step."""
+
+    def microbatch(self, chunk: int) -> AbstractContextManager[object]:
+        """Go around one forward of one chunk."""
+        return nullcontext()
+
+    def detach(self) -> None:
+        """Leave nothing behind."""
+
+    def pinned_bytes(self) -> int:
+        """Say how many bytes the library has page-locked by itself, beside torch's own allocator."""
+        return 0
+
+    def stats(self) -> Mapping[str, object]:
+        """Return what the library says about itself."""
+        return {}
+
+    def explain(self) -> str:
+        """Return what the library itself says about where compute waited."""
+        return ""
+
+
+class Checkpoint(Variant):
+    """Recompute every layer from its input."""
+
+    def attach(self, workload: Workload) -> None:
+        if not workload.blocks:
+            raise DoesNotApply("checkpointed already")
+        self.blocks = workload.blocks
+        for block in self.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    def detach(self) -> None:
+        for block in self.blocks:
+            del block.forward
+
+
+class SaveOnCPU(Variant):
+    """torch's own: every saved tensor goes to pinned memory, one after the other."""
+
+    def microbatch(self, chunk: int) -> AbstractContextManager[object]:
+        return save_on_cpu(pin_memory=torch.accelerator.is_available())
+
+
+class TRL(Variant):
+    """TRL's ``OffloadActivations``: a fresh one for every microbatch, since entering one forgets the microbatch before."""
+
+    package = "trl"
+
+    def attach(self, workload: Workload) -> None:
+        try:
+            from trl.models.activation_offloading import OffloadActivations
+        except ImportError as error:
+            raise DoesNotApply(f"not installed ({error.name})") from error
+        if not torch.accelerator.is_available():
+            raise DoesNotApply("needs an accelerator")
+        self.make, self.model = OffloadActivations, workload.chunks
+
+    def microbatch(self, chunk: int) -> AbstractContextManager[object]:
+        context = self.make()
+        context.update_model_params(self.model)
+        return context
+
+
+class Megatron(Variant):
+    """Megatron-Core's fine-grained offload of ``expert_fc1``, ``moe_act``, ``attn_norm`` and ``mlp_norm``."""
+
+    package = "megatron-core"
+    extension = "megatron.core.extensions.transformer_engine"
+
+    def attach(self, workload: Workload) -> None:
+        if not torch.accelerator.is_available():
+            raise DoesNotApply("needs an accelerator")
+        if not any(hasattr(module, "group") for module in workload.chunks.modules()):
+            raise DoesNotApply("the model has no groups")
+        # It looks for a flag in Transformer Engine, which these models do without.
+        self.replaced = sys.modules.get(self.extension)
+        stand_in = ModuleType(self.extension)
+        stand_in.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
+        sys.modules[self.extension] = stand_in
+        self.owns_group = not dist.is_initialized()
+        if self.owns_group:  # it gathers a table of bytes from all ranks after the first step
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.num_chunks = len(workload.chunks)
+        self.interface.reset_instance()
+        for parameter in workload.chunks.parameters():
+            self.interface.mark_not_offload(parameter)
+
+    def __init__(self) -> None:
+        try:
+            from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
+        except ImportError as error:
+            raise DoesNotApply(f"not installed ({error.name})") from error
+        self.interface = module.FineGrainedActivationOffloadingInterface
+
+    def group(self, name: str, tensor: Tensor) -> Group:
+        return MegatronGroup(name, tensor, self.interface)
+
+    def start_step(self) -> None:
+        self.interface.reset()
+
+    def microbatch(self, chunk: int) -> AbstractContextManager[object]:
+        self.interface.init_chunk_handler(
+            pp_rank=0,
+            vp_size=self.num_chunks,
+            vp_stage=None if self.num_chunks == 1 else chunk,
+            min_offloaded_tensor_size=1 << 20,
+            delta_offload_bytes_across_pp_ranks=0,
+            activation_offload_fraction=1.0,
+        )
+        return nullcontext()
+
+    def detach(self) -> None:
+        self.interface.reset_instance()
+        del sys.modules[self.extension]
+        if self.replaced is not None:
+            sys.modules[self.extension] = self.replaced
+        if self.owns_group:
+            dist.destroy_process_group()
+
+
+class MegatronGroup(Group):
+    def __init__(self, name: str, tensor: Tensor, interface: Callable[[bool, Tensor, str], AbstractContextManager[Tensor]]) -> None:
+        self.inner = interface(True, tensor, name)
+
+    def __enter__(self) -> Tensor:
+        return self.inner.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.inner.__exit__(*error)
+
+    def commit(self, output: Tensor) -> Tensor:
+        return self.inner.group_offload(output)
+
+
+class Backhaul(Variant):
+    """This library: one line, with or without a budget."""
+
+    package = "backhaul"
+
+    def __init__(self, budget: str | None = None) -> None:
+        self.budget = budget
+
+    def attach(self, workload: Workload) -> None:
+        import backhaul as bh
+
+        modules: list[nn.Module] = list(workload.chunks)
+        budget = 0 if self.budget == "0" else self.budget
+        self.library, self.handle = bh, bh.offload(modules, activation_budget=budget)
+
+    def detach(self) -> None:
+        self.handle.remove()
+        del self.handle
+        self.library.release_host_memory()
+
+    def pinned_bytes(self) -> int:
+        return self.handle.stats.peak_host_bytes
+
+    def stats(self) -> Mapping[str, object]:
+        return asdict(self.handle.stats)
+
+    def explain(self) -> str:
+        report = getattr(self.handle, "report", None)
+        return str(report()) if report is not None else ""
+
+
+KINDS: dict[str, Callable[..., Variant]] = {
+    "plain": Variant,
+    "checkpoint": Checkpoint,
+    "backhaul": Backhaul,
+    "megatron": Megatron,
+    "trl": TRL,
+    "save_on_cpu": SaveOnCPU,
+}
+
+
+def make(text: str) -> Variant:
+    """Make a variant from its name; ``backhaul:12GiB`` gives backhaul a budget."""
+    name, _, argument = text.partition(":")
+    if name not in KINDS:
+        raise ValueError(f"no variant is called {name!r}; there are {', '.join(KINDS)}")
+    if argument and name != "backhaul":
+        raise ValueError(f"{name} takes no argument, but {text!r} has one")
+    return KINDS[name](argument) if argument else KINDS[name]()
+
+
+def package_version(variant: Variant) -> str | None:
+    """Return ``name version`` of the package behind a variant."""
+    if variant.package is None:
+        return None
+    try:
+        return f"{variant.package} {version(variant.package)}"
+    except PackageNotFoundError:
+        return None

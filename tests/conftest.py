@@ -1,0 +1,43 @@
+"""Shared by all tests: seeds, threads, and small helpers that read like claims."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backhaul as bh
+from backhaul.testing import RecordingTier
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_each_time() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    gc.collect()
+
+
+def same(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> bool:
+    """Say whether all tensors are equal bit for bit."""
+    return len(got) == len(expected) and all(
+        (a is None and b is None) or (a is not None and b is not None and a.dtype == b.dtype and a.equal(b)) for a, b in zip(got, expected, strict=True)
+    )
+
+
+class Code(nn.Module):
+    """A function as a module, so that it can be managed."""
+
+    def __init__(self, function: Callable[..., Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.function(*args)
+
+
+def everything(modules: nn.Module | Sequence[nn.Module], tier: bh.Tier | None = None, **options: object) -> bh.Handle:
+    """Manage so that all that can move does, through a tier that copies as late as it may and poisons what it has freed."""
+    chosen = {"activation_budget": 0, "min_bytes": 0, **options}
+    return bh.offload(modules, tier=tier or RecordingTier(deferred=True), **chosen)  # type: ignore[arg-type]
