@@ -4,10 +4,10 @@ Covers: what one row of the table holds ([Note: What is counted]), and the compa
 Does not cover: what happens within a step (timeline.py), or how rows are printed (run.py).
 
 [Note: What is counted]
-A step is every slot of the schedule; the gradients are zeroed in place between steps, so they are there before a step as after it.
-Peaks are those of the timed steps alone. Activations at peak are the peak less what was allocated just before the timed steps. Pinned bytes are
-the blocks that torch's host allocator holds, with its rounding, and what a library has page-locked by itself. Resident bytes are what the
-process has grown by since before the variant was attached.
+A step is every slot of the schedule; gradients are zeroed in place between steps, so they are there before a step as after it. Peaks are
+those of the timed steps alone. Activations at peak are the peak less what was allocated just before the timed steps. Pinned bytes are the
+blocks that torch's host allocator holds, with its rounding, and what a library has page-locked by itself. Resident bytes are what the
+process has grown by since before the variant's model was made.
 """
 
 import gc

@@ -14,7 +14,11 @@ LANES = ("h2d", "d2h", "compute")  # from the bottom
 
 
 def draw(timelines: Sequence[Timeline], path: Path, *, title: str) -> None:
-    """Write the figure. Above: peak allocated memory within each slot; below: what compute and the two lanes did, and where compute waited."""
+    """Write the figure.
+
+    The upper panel of a variant has the peak within each slot (grey) and what was allocated when it began (line); the lower one has what
+    compute and the two lanes did, and where compute waited.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -18,11 +18,13 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from benchmarks.measure import Comparison, Row
     from benchmarks.timeline import Timeline
 
@@ -67,75 +69,77 @@ def determinism(wanted: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
-def run(options: argparse.Namespace) -> tuple[list["Row"], list["Timeline"], dict[str, Any]]:
-    """Run every variant. Return the rows, the watched steps, and what the results should say about the circumstances."""
+@dataclasses.dataclass
+class Outcome:
+    """Everything that one run of the program found."""
+
+    rows: list["Row"] = dataclasses.field(default_factory=list)
+    timelines: list["Timeline"] = dataclasses.field(default_factory=list)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the results should say about the circumstances
+    plain: list["Tensor"] | None = None  # the plain run's gradients, on the host
+
+    @property
+    def plain_ms(self) -> float | None:
+        """The plain step's time."""
+        return next((row.step_ms for row in self.rows if row.variant == "plain"), None)
+
+
+def run_variant(name: str, options: argparse.Namespace, outcome: Outcome) -> "Row":
+    """Make the model, attach the variant, measure it, and clear both away. Raise what goes wrong."""
     import psutil
     import torch
 
     from benchmarks import measure, timeline, variants
     from benchmarks.workloads import build
 
+    measure.clean_up()
+    resident = psutil.Process().memory_info().rss
     device = torch.device(options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    rows: list[Row] = []
-    timelines: list[Timeline] = []
-    facts: dict[str, Any] = {}
-    packages: set[str] = set()
-    plain = None
+    variant = variants.make(name)
+    sizes = {"size": options.size, "tokens": options.tokens, "microbatches": options.microbatches}
+    with contextlib.ExitStack() as cleared:
+        workload = build(options.workload, device=device, group=variant.group, **sizes)
+        cleared.callback(workload.close)
+        variant.attach(workload)
+        cleared.callback(variant.detach)
+        outcome.facts |= workload.facts | {"device": describe(device), name: variants.package_version(variant)}
+        counts = {"steps": options.steps, "warmup": options.warmup}
+        row, grads = measure.measure(workload, variant, name, plain=outcome.plain, resident_before=resident, **counts)
+        if name == "plain":
+            outcome.plain = grads
+        if options.profile or options.picture:
+            outcome.timelines.append(timeline.watch(workload, variant, name))
+    return row
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """Run every variant. One that cannot run, or fails, is a row too: the others still run."""
+    import torch
+
+    from benchmarks import measure, variants
+
+    outcome = Outcome()
     for name in options.variants.split(","):
-        measure.clean_up()
-        resident = psutil.Process().memory_info().rss
-        workload = None
-        attached = False
-        variant = None
         try:
-            variant = variants.make(name)
-            workload = build(
-                options.workload,
-                size=options.size,
-                device=device,
-                group=variant.group,
-                tokens=options.tokens,
-                microbatches=options.microbatches,
-            )
-            facts = workload.facts
-            variant.attach(workload)
-            attached = True
-            packages |= {variants.package_version(variant) or ""}
-            row, grads = measure.measure(
-                workload, variant, name, steps=options.steps, warmup=options.warmup, plain=plain, resident_before=resident
-            )
-            if name == "plain":
-                plain = grads
-            if options.profile or options.picture:
-                timelines.append(timeline.watch(workload, variant, name))
-        except variants.DoesNotApply as error:
+            row = run_variant(name, options, outcome)
+        except variants.DoesNotApplyError as error:
             row = measure.Row(variant=name, note=str(error))
         except torch.OutOfMemoryError:
             row = measure.Row(variant=name, note="out of device memory")
-        except RuntimeError:
-            # One variant's failure is a result; the others still run.
+        except Exception as error:
             traceback.print_exc()
-            row = measure.Row(variant=name, note=f"failed: {sys.exc_info()[1]}".splitlines()[0][:100])
-        finally:
-            if attached:
-                variant.detach()
-            if workload is not None:
-                workload.close()
-            del workload, variant
-        rows.append(row)
-        print(format_row(row, base(rows)), flush=True)
-    return rows, timelines, facts | {"packages": sorted(packages - {""}), "device": describe(device)}
+            row = measure.Row(variant=name, note=f"failed: {error}".splitlines()[0][:100])
+        outcome.rows.append(row)
+        print(format_row(row, outcome.plain_ms), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(as_json(outcome, options), indent=1, default=str) + "\n")
+    return outcome
 
 
 def describe(device: Any) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type
-
-
-def base(rows: Sequence["Row"]) -> float | None:
-    """Return the plain step's time, in ms."""
-    return next((row.step_ms for row in rows if row.variant == "plain"), None)
 
 
 COLUMNS = ("variant", "step ms", "vs plain", "activations", "allocated", "reserved", "pinned", "resident", "grads vs plain", "vs itself")
@@ -162,7 +166,7 @@ def format_row(row: "Row", plain_ms: float | None) -> str:
     return line([row.variant, f"{row.step_ms:.1f}", against, *map(size, sizes), compared(row.to_plain), compared(row.to_itself)])
 
 
-def as_json(rows: Sequence["Row"], facts: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def as_json(outcome: Outcome, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     return {
@@ -173,8 +177,8 @@ def as_json(rows: Sequence["Row"], facts: Mapping[str, Any], options: argparse.N
         "python": platform.python_version(),
         "deterministic": options.deterministic,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
-        **facts,
-        "rows": [dataclasses.asdict(row) for row in rows],
+        **outcome.facts,
+        "rows": [dataclasses.asdict(row) for row in outcome.rows],
     }
 
 
@@ -186,16 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     print(line(COLUMNS), flush=True)
     with determinism(options.deterministic):
-        rows, timelines, facts = run(options)
+        outcome = run(options)
     if options.profile:
-        print(*(summarise(watched) for watched in timelines), sep="\n")
-        print(*(f"{row.variant} says:\n{row.explained}" for row in rows if row.explained), sep="\n")
-    if options.json:
-        options.json.write_text(json.dumps(as_json(rows, facts, options), indent=1, default=str) + "\n")
-    if options.picture and timelines:
+        print(*(summarise(watched) for watched in outcome.timelines), sep="\n")
+        print(*(f"{row.variant} says:\n{row.explained}" for row in outcome.rows if row.explained), sep="\n")
+    if options.picture and outcome.timelines:
         from benchmarks.picture import draw
 
-        draw(timelines, options.picture, title=f"{options.workload} on {facts['device']}")
+        draw(outcome.timelines, options.picture, title=f"{options.workload} on {outcome.facts['device']}")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ Covers: device times of every slot, allocated bytes, each large copy on either l
 Does not cover: whole-step figures (measure.py), or drawing (picture.py).
 
 [Note: Waits]
-Kernels, copies and their streams come from torch's profiler, so every variant is judged by the same clock and nobody by their own account.
-A wait is a stretch of at least ``MIN_WAIT_MS`` in which no kernel ran. Where a large copy ended just before the next kernel began, the wait is that copy's;
-otherwise it is the host's.
+Kernels and copies come from torch's profiler, so every variant is judged by the same clock and nobody by their own account. A wait is a
+stretch of at least ``MIN_WAIT_MS`` in which no kernel ran. Where a large copy ended just before the next kernel began, the wait is that
+copy's; otherwise it is the host's.
 """
 
 import json
@@ -31,6 +31,8 @@ SLACK_MS = 0.05  # between the end of a copy and the kernel that waited for it
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSpan:
+    """When one slot of the schedule ran, and how much memory was allocated."""
+
     name: str
     kind: str
     start_ms: float
@@ -41,6 +43,8 @@ class SlotSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
+    """One large copy over the link."""
+
     direction: Literal["d2h", "h2d"]
     start_ms: float
     end_ms: float
@@ -49,6 +53,8 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
+    """A gap between kernels ([Note: Waits])."""
+
     start_ms: float
     end_ms: float
     slot: str
@@ -61,6 +67,8 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
+    """One watched step of one variant."""
+
     variant: str
     slots: tuple[SlotSpan, ...]
     copies: tuple[Copy, ...]
@@ -76,6 +84,7 @@ class Watch:
         self.bytes: list[tuple[int, int]] = []
 
     def __call__(self, slot: Slot | None) -> None:
+        """Note the start of ``slot``, or with ``None`` the end of the step."""
         if self.on_device:
             event = torch.Event(enable_timing=True)
             event.record()
@@ -87,6 +96,7 @@ class Watch:
             self.bytes.append((0, 0))
 
     def spans(self, slots: Sequence[Slot]) -> tuple[SlotSpan, ...]:
+        """Return what was noted; the device must have finished."""
         first = self.marks[0]
         times = [first.elapsed_time(mark) if self.on_device else mark - first for mark in self.marks]
         return tuple(

@@ -21,10 +21,12 @@ def build(
     tokens: int | None = None,
     microbatches: int | None = None,
 ) -> Workload:
-    """Make a workload. ``tokens`` and ``microbatches`` stand in for the public numbers; ``group`` marks groups of saved tensors (W1 only).
+    """Make a workload.
 
-    W1 is the DeepSeek-V3 stage, W1s the same without a host synchronisation, W1v interleaved; W2 is GLM-4.5-Air with compiled checkpoints, W2c
-    with checkpoints of compiled blocks; W3 is Qwen3-8B and W4 Qwen3-30B-A3B.
+    ``tokens`` and ``microbatches`` take the place of the numbers in the sizes; ``group`` marks groups of saved tensors (W1, W1s, W1v).
+
+    W1 is the DeepSeek-V3 stage, W1s the same without a host synchronisation, W1v interleaved; W2 is GLM-4.5-Air with compiled checkpoints,
+    W2c with checkpoints of compiled blocks; W3 is Qwen3-8B and W4 Qwen3-30B-A3B. On a CPU, W2 is W2c in eager mode.
     """
     tiny = size == "tiny"
     on_cpu = device.type == "cpu"
@@ -44,7 +46,7 @@ def build(
             make, sizes = qwen.QwenTraining, qwen.TINY_MOE if tiny else qwen.MOE
         case _:
             raise ValueError(f"no workload is called {name!r}; there are {', '.join(NAMES)}")
-    changes = {key: value for key, value in dict(tokens=tokens, microbatches=microbatches).items() if value is not None}
+    changes = {key: value for key, value in {"tokens": tokens, "microbatches": microbatches}.items() if value is not None}
     if microbatches is not None and not name.startswith("W1"):
         raise ValueError(f"{name} has one microbatch a step; only W1, W1s and W1v take another number")
     return make(replace(sizes, **changes), device=device)

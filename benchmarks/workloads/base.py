@@ -31,11 +31,15 @@ class Group(AbstractContextManager[Tensor]):
         pass
 
     def commit(self, output: Tensor) -> Tensor:
+        """Say that the group is complete, and return ``output``."""
         return output
 
 
 class GroupFactory(Protocol):
-    def __call__(self, name: str, tensor: Tensor) -> Group: ...
+    """What a model asks for its groups."""
+
+    def __call__(self, name: str, tensor: Tensor) -> Group:
+        """Make the group that ``tensor`` enters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,8 @@ def one_f_one_b(microbatches: int, *, stages: int, chunks: int = 1) -> tuple[Slo
 class Workload(abc.ABC):
     """A training step of a model, as one rank sees it.
 
-    ``chunks`` are the modules that are called once a microbatch, ``blocks`` what a checkpoint may go around (none where the model brings its own).
+    ``chunks`` are the modules that are called once a microbatch; ``blocks`` are what a checkpoint may go around, none where the model
+    brings its own.
     """
 
     chunks: nn.ModuleList
@@ -103,9 +108,11 @@ class Workload(abc.ABC):
 class Around(Protocol):
     """What a variant does around a step; see benchmarks/variants.py."""
 
-    def start_step(self) -> None: ...
+    def start_step(self) -> None:
+        """Called once at the start of every step."""
 
-    def microbatch(self, chunk: int) -> AbstractContextManager[object]: ...
+    def microbatch(self, chunk: int) -> AbstractContextManager[object]:
+        """Go around one forward of one chunk."""
 
 
 def run_step(workload: Workload, around: Around, *, before: Callable[[Slot], None] = lambda slot: None) -> None:

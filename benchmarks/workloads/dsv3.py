@@ -1,8 +1,10 @@
 """W1, W1s, W1v: one rank of DeepSeek-V3 under PP4 and EP16.
 
 Covers: four MoE layers with multi-head latent attention (arXiv:2412.19437), 16 local experts, and the schedule of the first pipeline stage.
-Does not cover: communication. The local experts get as many token copies as a balanced EP16 would send them: every token goes to ``top_k`` of them.
+Does not cover: communication. The local experts get as many token copies as a balanced EP16 would send them: ``top_k`` of every token.
 """
+
+# ruff: noqa: D101, D102 -- the parts of a model are named after what they are
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -52,7 +54,7 @@ TINY = Sizes(
 
 
 class SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up * weight`` as one node that saves its inputs only. ``hidden`` is gate and up side by side; ``weight`` is (rows, 1) or None."""
+    """``silu(gate) * up * weight`` as one node that saves its inputs only: gate and up side by side, and a (rows, 1) weight or None."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor | None) -> Tensor:
@@ -78,7 +80,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: queries, keys and values come from low-rank vectors; all heads share the part of the key with position."""
+    """Queries, keys and values come from low-rank vectors; all heads share the part of the key that has position."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,10 +1,12 @@
 """W2: one rank of GLM-4.5-Air, cut to 12 layers, under EP8 and CP8, every block compiled and checkpointed.
 
-Covers: grouped-query attention with partial rotary, sigmoid routing over this rank's experts, and expert weights that are ``DTensor``s on a
-mesh of one, so that the compiled graph takes their local tensors as inputs.
-Does not cover: communication. Attention is over the local tokens; the local experts get ``top_k`` copies of every local token, what a balanced
-EP8 would send them.
+Covers: grouped-query attention with partial rotary, sigmoid routing over this rank's experts, and expert weights that are ``DTensor``s on
+a mesh of one, so that the compiled graph takes their local tensors as inputs.
+Does not cover: communication. Attention is over the local tokens; the local experts get ``top_k`` copies of every local token, as many as
+a balanced EP8 would send them.
 """
+
+# ruff: noqa: D101, D102 -- the parts of a model are named after what they are
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -81,7 +83,7 @@ class GatedMLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts as three grouped matrix products, and one shared expert. The host never waits: a search in the sorted choices counts them."""
+    """Routed experts as three grouped matrix products, and one shared expert. Copies are counted by a search, so the host never waits."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
         super().__init__()

@@ -4,6 +4,8 @@ Covers: Qwen3-8B cut to 8 layers, Qwen3-30B-A3B cut to 12, random weights, one s
 Does not cover: the models themselves; they come from transformers.
 """
 
+# ruff: noqa: D102 -- the parts of a model are named after what they are
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,43 +28,49 @@ class Sizes:
     config: Mapping[str, int | float | bool] = field(default_factory=dict)
 
 
-QWEN3_8B = dict(
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    num_hidden_layers=8,
-)
-QWEN3_30B_A3B = dict(
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_experts=128,
-    num_experts_per_tok=8,
-    norm_topk_prob=True,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    num_hidden_layers=12,
-)
-SMALL = dict(
-    hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=256, num_hidden_layers=2
-)
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 8,
+}
+QWEN3_30B_A3B = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 12,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "num_hidden_layers": 2,
+}
 
 DENSE = Sizes(family="Qwen3", tokens=16384, config=QWEN3_8B)
 MOE = Sizes(family="Qwen3Moe", tokens=8192, config=QWEN3_30B_A3B)
 TINY_DENSE = Sizes(family="Qwen3", tokens=64, config=QWEN3_8B | SMALL)
 TINY_MOE = Sizes(
-    family="Qwen3Moe", tokens=64, config=QWEN3_30B_A3B | SMALL | dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    family="Qwen3Moe", tokens=64, config=QWEN3_30B_A3B | SMALL | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 )
 
 

@@ -25,67 +25,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul.flow import CopyOut, Decision, Flow, Link, Release
+from backhaul.flow import CopyOut, Decision, Link, Release
 from backhaul.reporting import Tally
 from backhaul.saved import Blob, Dead, Kept, Layout, Parts, Promise, Recast, Saved, View
-from backhaul.scopes import Frame, Here, Scope, Storages
+from backhaul.scopes import Frame, Here, Scope, Storages, plain_tensors
 from backhaul.sizes import format_bytes
-from backhaul.tiers.base import Tier, TierFull, Transfer
-from backhaul.tiers.pools import in_current_pool
-from backhaul.timing import Timeline, Waits, clock_of
+from backhaul.stations import Station
+from backhaul.tiers.base import Tier, TierFull
 
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
 DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 NOTHING = contextlib.nullcontext()
-
-
-class Station:
-    """One device: what flow.py knows of it, when things happened there, and which compute streams were seen.
-
-    [Note: Whose memory]
-    Memory goes back to the pool of the stream it was allocated on, and that stream may use it again at once. With one compute stream
-    it is enough that this stream waits for the copy before the memory is dropped. Where another pool owns it, or more compute streams
-    than one have been seen, waiting on the current stream binds nobody else: then memory is held until the device has passed the point.
-    """
-
-    def __init__(self, device: torch.device, activation_budget: int | None) -> None:
-        clock = clock_of(device)
-        self.device = device
-        self.flow = Flow(activation_budget=activation_budget)
-        self.timeline = Timeline(clock)
-        self.waits = Waits(clock)
-        self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id
-        self.limbo: deque[tuple[list[Any], UntypedStorage]] = deque()  # buffers, and the points after which nobody reads them
-        self.fixed_bytes = 0  # resident bytes that cannot be moved
-        self.peak_fixed_bytes = 0
-
-    def current_stream(self) -> torch.Stream | None:
-        """Return the current stream, and remember it as one that computes; ``None`` on a device without streams."""
-        if self.device.type == "cpu":
-            return None
-        stream = torch.accelerator.current_stream(self.device)
-        return self.streams.setdefault(stream.stream_id, stream)
-
-    def wait_to_drop(self, copy: Transfer, source: Tensor) -> None:
-        """Order what follows after ``copy``, so that ``source`` may be dropped ([Note: Whose memory])."""
-        self.current_stream()
-        bound = len(self.streams) <= 1 and (self.device.type != "cuda" or in_current_pool(source))
-        self.waits.measure(copy.wait if bound else copy.order)
-
-    def hold(self, buffer: UntypedStorage) -> None:
-        """Keep a buffer until every compute stream has passed what it holds now ([Note: Whose memory])."""
-        self.limbo.append(([stream.record_event() for stream in self.streams.values()], buffer))
-        while self.limbo and all(event.query() for event in self.limbo[0][0]):
-            self.limbo.popleft()
-
-    def mark(self) -> None:
-        """Stamp the event that flow.py has just recorded, if it has."""
-        if self.flow.num_events > len(self.timeline.stamps):
-            self.timeline.mark()
-
-    def fix(self, num_bytes: int) -> None:
-        self.fixed_bytes += num_bytes
-        self.peak_fixed_bytes = max(self.peak_fixed_bytes, self.fixed_bytes)
 
 
 class Engine:
@@ -205,7 +155,9 @@ class Engine:
         if self.closed:
             return Kept(tensor)
         kind = type(tensor)
-        if kind is not Tensor and kind is not nn.Parameter:
+        if isinstance(tensor, nn.Parameter) or isinstance(_torch.view_base(tensor), nn.Parameter):
+            return self._keep_parameter(tensor, self._where()[0])
+        if kind is not Tensor:
             tensor = _torch.settle_collective(tensor)
             if _torch.is_wrapper_subclass(tensor):
                 return self._take_apart(tensor)
@@ -223,8 +175,8 @@ class Engine:
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         frame, scope = self._where()
-        if isinstance(tensor, nn.Parameter) or isinstance(_torch.view_base(tensor), nn.Parameter) or storage in self.owned:
-            return self._keep_parameter(tensor, storage, frame)
+        if storage in self.owned:
+            return self._keep_parameter(tensor, frame)
         if tensor.device.type == "cpu" and self._on_accelerator():
             return self._keep_whole(tensor, "on the host")
         blob = self._lookup(storage)
@@ -232,7 +184,7 @@ class Engine:
             return self._another_view(blob, tensor, storage, frame, scope)
         reason = "empty" if not num_bytes else "small" if num_bytes < self.min_bytes else ""
         if not reason and scope.module is not None and self._gathered(scope, storage):
-            return self._keep_parameter(tensor, storage, frame)
+            return self._keep_parameter(tensor, frame)
         if not reason and (recast := self._recast(tensor, storage)) is not None:
             return recast
         if not reason and tensor.numel() * tensor.element_size() * SLICE < num_bytes:
@@ -324,10 +276,12 @@ class Engine:
         self.tally.keeps_parameter(storage.nbytes(), "cast of a parameter")
         return Recast(parameter, Layout.of(tensor))
 
-    def _keep_parameter(self, tensor: Tensor, storage: UntypedStorage, frame: Frame) -> Promise:
-        if id(storage) not in frame.seen:  # alive at least as long as the forward that uses it
-            frame.seen.add(id(storage))
-            self.tally.keeps_parameter(storage.nbytes(), "parameter")
+    def _keep_parameter(self, tensor: Tensor, frame: Frame) -> Promise:
+        for plain in plain_tensors(tensor):
+            storage = plain.untyped_storage()
+            if id(storage) not in frame.seen:  # it outlives the forward that uses it, so its id is its own that long
+                frame.seen.add(id(storage))
+                self.tally.keeps_parameter(storage.nbytes(), "parameter")
         return Kept(tensor)
 
     def _keep_whole(self, tensor: Tensor, reason: str) -> Promise:
@@ -417,9 +371,12 @@ class Engine:
         slot = blob.slot
         if slot is None:
             return
+        if blob.incoming is not None:  # it has come back and nobody has used it; who needs it next meets the error, if there is one
+            with contextlib.suppress(OSError):
+                station.wait_to_drop(blob.incoming, blob.source())
+            blob.release()
+            return
         try:
-            if blob.incoming is not None:  # it came back and nobody has used it
-                blob.incoming.wait()
             station.wait_to_drop(slot.stored, blob.source())
         except OSError as error:
             blob.slot = None
@@ -523,9 +480,10 @@ class Engine:
         for station in self.stations.values():
             fixed = station.peak_fixed_bytes
             if budget and fixed > budget:
+                kept = self.tally.reasons()
                 raise ValueError(
                     f"activation_budget={format_bytes(budget)} is below the {format_bytes(fixed)} of saved tensors on {station.device} "
-                    f"that cannot be moved ({self.tally.reasons()}); give at least that, lower min_bytes, or use 0 to move all that can move"
+                    f"that cannot be moved ({kept}); give that at least, lower min_bytes, or use 0 to move all that can move"
                 )
 
 

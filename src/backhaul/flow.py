@@ -19,7 +19,7 @@ import enum
 import heapq
 from collections.abc import Sequence
 
-from backhaul.scheduling import Key, Schedule, Step, schedule
+from backhaul.scheduling import Key, Pace, Schedule, Step, schedule
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload
 
 __all__ = ["BlobState", "CopyOut", "Decision", "Flow", "Key", "Link", "Release", "Reload"]
@@ -50,7 +50,7 @@ RESIDENT, COPYING_OUT, RELEASED, COPYING_IN, RELOADED, KEPT = BlobState  # attri
 class _Blob:
     """One blob: its state, and its places in this step and in the learned one."""
 
-    __slots__ = ("following", "frame", "item", "loose", "name", "num_bytes", "num_needs", "place", "rank", "state", "token")
+    __slots__ = ("ends", "following", "frame", "item", "loose", "name", "num_bytes", "num_needs", "place", "rank", "state", "token")
 
     def __init__(self, token: int, num_bytes: int) -> None:
         self.token = token
@@ -64,6 +64,7 @@ class _Blob:
         self.num_needs = 0
         self.rank = STALE  # the least rank is released first
         self.loose = False  # movable, and no schedule says when it leaves
+        self.ends = 0.0  # when its copy to the tier should have ended, in ms of the schedule
 
 
 class _Frame:
@@ -79,10 +80,11 @@ class _Frame:
 class _Course:
     """A learned step that the current one is expected to repeat, and how far it has got."""
 
-    __slots__ = ("basis", "blobs", "cursor", "index", "misses", "needs", "saves", "schedule", "step")
+    __slots__ = ("basis", "blobs", "cursor", "index", "misses", "needs", "pace", "saves", "schedule", "step")
 
     def __init__(self, step: Step) -> None:
         self.step = step
+        self.pace = Pace()
         self.schedule: Schedule | None = None
         self.basis: tuple[Link, int | None] | None = None  # what the schedule was made for; None: to be made (again)
         self.saves, self.needs = step.index()
@@ -140,6 +142,7 @@ class Flow:
         self._copied: list[tuple[int, int, _Blob]] = []  # heaps by rank: what can be released at once,
         self._uncopied: list[tuple[int, int, _Blob]] = []  # and what must be copied out first
         self._ticks = 0
+        self._out_ends = 0.0  # when the queue to the tier should be empty, in ms of the schedule
         self._step = Step()
         self._known: list[_Course] = []  # latest first
         self._course: _Course | None = None
@@ -179,6 +182,7 @@ class Flow:
         """Begin a forward of the managed module; with the first one a step begins."""
         if not self._frames and self._known:
             self._course = self._known[0]
+            self._out_ends = 0.0
             self._set_out(self._course, [])
         self._frames[frame] = _Frame(self._num_frames)
         self._num_frames += 1
@@ -296,7 +300,7 @@ class Flow:
     def times(self, ms: Sequence[float]) -> None:
         """Take the times in ms at which the device reached each of ``last_events``, waits for our own copies included."""
         course = self._known[0]
-        if course.step.measure(ms, self.link):
+        if course.pace.measure(course.step, ms, self.link):
             course.basis = None
 
     # -- residency -----------------------------------------------------------------------------------------------------------------------
@@ -314,6 +318,8 @@ class Flow:
 
     def _copy_out(self, entry: _Blob) -> None:
         entry.state = COPYING_OUT
+        if self.scheduled:
+            entry.ends = self._out_ends = max(self._out_ends, self._now()) + entry.num_bytes / self.link.d2h_gbps / 1e6
         self._issue(CopyOut, entry)
         self._rank(entry)
 
@@ -359,21 +365,36 @@ class Flow:
         excess = self._excess() + coming - allowance
         if excess <= 0:
             return
-        spared = None
-        for heap in (self._copied, self._uncopied):
+        now = self._now()
+        late: list[tuple[int, int, _Blob]] = []  # still being copied
+        spared: list[tuple[int, int, _Blob]] = []
+        for heap in (self._copied, late, self._uncopied):
+            if heap is late:
+                late.sort(key=lambda each: each[2].ends, reverse=True)
             while heap and excess > 0:
-                rank, _, entry = candidate = heapq.heappop(heap)
-                if entry.rank != rank or (entry.state is RESIDENT) is (heap is self._copied):
+                candidate = heap.pop() if heap is late else heapq.heappop(heap)
+                rank, _, entry = candidate
+                if entry.rank != rank or (entry.state is RESIDENT) is not (heap is self._uncopied):
                     continue
                 if entry is needed:
-                    spared = candidate
+                    spared.append(candidate)
+                    continue
+                if entry.ends > now and heap is self._copied:
+                    late.append(candidate)
                     continue
                 if entry.state is RESIDENT:
                     self._copy_out(entry)
                 self._release(entry)
                 excess -= entry.num_bytes
-        if spared is not None and needed is not None:
-            heapq.heappush(self._uncopied if needed.state is RESIDENT else self._copied, spared)
+        for candidate in (*late, *spared):
+            heapq.heappush(self._uncopied if candidate[2].state is RESIDENT else self._copied, candidate)
+
+    def _now(self) -> float:
+        """Return the time of the current event in ms of the schedule, or 0 where there is none."""
+        course = self._course
+        if course is None or course.schedule is None:
+            return 0.0
+        return course.schedule.at[course.cursor - 1] if course.cursor else 0.0
 
     def _excess(self) -> int:
         if self.activation_budget is None:
@@ -446,9 +467,9 @@ class Flow:
 
     def _set_out(self, course: _Course, blobs: list[_Blob | None]) -> None:
         course.restart(blobs)
-        if course.basis != (self.link, self.activation_budget) and course.step.gaps:
+        if course.basis != (self.link, self.activation_budget) and course.pace.gaps:
             course.basis = (self.link, self.activation_budget)
-            course.schedule = schedule(course.step, link=self.link, budget=self.activation_budget, avoid=self._left)
+            course.schedule = schedule(course.step, course.pace.gaps, link=self.link, budget=self.activation_budget, avoid=self._left)
 
     def _follow(self, passed: range, needed: _Blob | None = None) -> None:
         """Carry out what the schedule has for these events of the learned step, as far as it still makes sense."""
@@ -484,7 +505,6 @@ class Flow:
             if course.step.events == step.events and course.step.names == step.names:
                 if abs(sum(step.sizes) - sum(course.step.sizes)) > 0.02 * sum(step.sizes):
                     course.basis = None
-                step.gaps = course.step.gaps
                 course.step = step
                 self._known.remove(course)
                 break

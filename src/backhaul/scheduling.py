@@ -26,6 +26,10 @@ from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 
 Key = Hashable  # names a blob from step to step, within its frame: (fqn, call, pack)
 
+COPY_COST = 0.01  # ms that a ms of copying costs the compute beside it
+SLACK_MS = 1.0  # reloads start so much sooner than they must
+SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
+
 
 @dataclass
 class Step:
@@ -41,7 +45,6 @@ class Step:
     drops: list[int] = field(default_factory=list)  # by item: the event before which it was dropped
     fixed: list[int] = field(default_factory=list)  # by event: resident bytes that cannot move
     issued: list[tuple[int, Decision]] = field(default_factory=list)  # (event, decision on an item), as the step went
-    gaps: list[float] = field(default_factory=list)  # by event: ms of compute until the next; empty while nothing was measured
 
     def index(self) -> tuple[list[int], list[list[int]]]:
         """Return by item the event that saved it, and the events that needed it."""
@@ -54,24 +57,37 @@ class Step:
                 needs[~event].append(position)
         return saves, needs
 
-    def measure(self, ms: Sequence[float], link: Link) -> bool:
+
+class Pace:
+    """The compute time between the events of a step, from the times of steps that waited for copies as well."""
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []  # by event: ms of compute until the next; empty while nothing was measured
+        self._least: list[float] = []  # by event: the least seen
+        self._least_ms = math.inf  # the least seen of their sum
+
+    def measure(self, step: Step, ms: Sequence[float], link: Link) -> bool:
         """Take the times at which the device reached each event, less what it waited for our copies. Say whether the gaps have changed."""
         wire = Wire(link)
         found: list[float] = []
-        issued = iter((*self.issued, (len(self.events), CopyOut(-1))))
+        issued = iter((*step.issued, (len(step.events), CopyOut(-1))))
         at, decision = next(issued)
         for position, (begin, end) in enumerate(zip(ms, (*ms[1:], ms[-1]), strict=True)):
             now = wire.advance(begin)
             while at == position:
-                now = wire.play(decision, self.sizes[decision.blob])
+                now = wire.play(decision, step.sizes[decision.blob])
                 at, decision = next(issued)
-            event = self.events[position]
+            event = step.events[position]
             if event < 0:
                 now = wire.wait_in(~event)
             found.append(max(0.0, end - max(now, begin)))
         before = sum(self.gaps)
-        self.gaps = [min(pair) for pair in zip(self.gaps, found, strict=True)] if self.gaps else found
-        return abs(sum(self.gaps) - before) > 0.01 * before
+        self._least = [min(pair) for pair in zip(self._least or found, found, strict=True)]
+        self._least_ms = min(self._least_ms, sum(found))
+        # Where gaps jitter, the least of each is too little in sum: no whole step took less than the least whole step.
+        scale = min(1.08, self._least_ms / (sum(self._least) or 1.0))
+        self.gaps = [gap * scale for gap in self._least]
+        return abs(self._least_ms - before) > 0.01 * before
 
 
 @dataclass(frozen=True)
@@ -79,33 +95,41 @@ class Schedule:
     """Decisions on items by event, and what they were found to cost."""
 
     decisions: dict[int, list[Decision]]
+    at: list[float]  # by event: ms since the step began
     stall_ms: float
+    cost_ms: float  # the same, and what copies slow down compute
 
 
-def schedule(step: Step, *, link: Link, budget: int | None, avoid: frozenset[Key] | set[Key] = frozenset()) -> Schedule:
+def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | None, avoid: AbstractSet[Key] = frozenset()) -> Schedule:
     """Find when each blob of a step should leave and come back ([Note: Schedule]).
 
     Args:
-        step: what is expected to happen again; its gaps must be known.
+        step: what is expected to happen again.
+        gaps: ms of compute between each of its events and the next.
         link: rates of the tier.
         budget: bytes that may be resident; ``None`` moves what the link hides.
         avoid: keys that are not to be moved.
     """
-    table = _Table(step, avoid)
+    table = _Table(step, gaps, avoid)
     if budget is None:
         return _Play(table, link, None, 1.0).run()
-    found = [_Play(table, link, budget, share).run() for share in (0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0)]
-    return min(found, key=lambda each: each.stall_ms)
+    best = _Play(table, link, budget, 1.0).run()
+    excess = 1 - budget / max(table.alive, default=1)
+    for surplus in SURPLUS:
+        if 0 < excess * surplus < 1:
+            best = min(best, _Play(table, link, budget, excess * surplus).run(limit=best.cost_ms), key=lambda each: each.cost_ms)
+    return best
 
 
 class _Table:
     """A step by item and by event: what every play of it needs to know."""
 
-    def __init__(self, step: Step, avoid: frozenset[Key] | set[Key]) -> None:
+    def __init__(self, step: Step, gaps: Sequence[float], avoid: AbstractSet[Key]) -> None:
         self.step = step
+        self.gaps = gaps
         self.saves, self.needs = step.index()
         self.at = [0.0]  # by event: ms since the step began, were there no stalls
-        for gap in step.gaps:
+        for gap in gaps:
             self.at.append(self.at[-1] + gap)
         num_events = len(step.events)
         self.drops: dict[int, list[int]] = {}
@@ -119,10 +143,10 @@ class _Table:
             self.alive.append(movable + step.fixed[position])
         frames: dict[int, list[tuple[float, int]]] = {}
         for item, (ordinal, key) in enumerate(step.names):
-            if self.needs[item] and key not in avoid:
-                life = self.at[self.needs[item][0]] - self.at[self.saves[item]]
-                frames.setdefault(ordinal, []).append((-life, item))
-        self.depth = [2.0] * len(step.names)  # by item: the share of its frame's bytes that live longer
+            if key not in avoid:
+                end = self.needs[item][0] if self.needs[item] else num_events
+                frames.setdefault(ordinal, []).append((self.at[self.saves[item]] - self.at[end], item))
+        self.depth = [math.inf] * len(step.names)  # by item: the share of its frame's bytes that live longer
         for items in frames.values():
             total = sum(step.sizes[item] for _, item in items)
             longer = 0
@@ -132,7 +156,7 @@ class _Table:
 
 
 class _Play:
-    """One playing of a step against the wire."""
+    """One playing of a step against the wire, in which the share of each frame that lives longest may leave."""
 
     def __init__(self, table: _Table, link: Link, budget: int | None, share: float) -> None:
         self.table = table
@@ -144,18 +168,23 @@ class _Play:
         self.resident = [False] * len(self.sizes)
         self.has_copy = [False] * len(self.sizes)
         self.resident_bytes = 0  # movable ones
-        self.uncopied: list[tuple[int, int]] = []  # heap of (-next use, item)
-        self.copied: list[tuple[int, int]] = []  # the same
+        self.leavers: list[tuple[int, int]] = []  # heap of (-next use, item): resident, not copied, within the share
+        self.others: list[tuple[int, int]] = []  # the same, beyond the share: they leave if the budget cannot be met otherwise
+        self.copied: list[tuple[int, int]] = []  # the same, resident and copied
         self.absent: list[tuple[int, int]] = []  # (next use, item), sorted
+        self.absent_bytes = 0
+        self.latest_start = -math.inf  # of the first reload, were there no more stalls; to be found again where it is -inf
+        self.pledged: list[tuple[int, int]] = []  # (next use, item), sorted: copied and not back yet
         self.next_use = [needs[0] if needs else self.num_events for needs in table.needs]
         self.num_uses = [0] * len(self.sizes)
         self.decisions: dict[int, list[Decision]] = {}
         self.issued: list[Decision] = []
+        self.at: list[float] = []  # by event: when it happened
         self.slip = 0.0  # ms of stall so far
 
-    def run(self) -> Schedule:
-        """Play the step to its end."""
-        table, wire = self.table, self.wire
+    def run(self, limit: float = math.inf) -> Schedule:
+        """Play the step to its end, or until it costs more than ``limit``."""
+        table, wire, gaps = self.table, self.wire, self.table.gaps
         over = self.num_events
         next_over = [over] * (self.num_events + 1)  # by event: the first from here on at which something must be away
         for position in range(self.num_events - 1, -1, -1):
@@ -168,26 +197,31 @@ class _Play:
             self.issued = []
             item = event if event >= 0 else ~event
             arrival = wire.now
+            self.at.append(arrival)
+            room = None if self.budget is None else self.budget - table.step.fixed[position]
             if event >= 0:
                 self._arrive(item)
-                heapq.heappush(self.uncopied, (-self.next_use[item], item))
+                self._offer(item)
             else:
-                self._use(item)
-            if self.budget is not None:
-                self._make_room(self.budget - table.step.fixed[position], item)
-            due = wire.now + table.step.gaps[position]
+                self._use(item, room)
+            if room is not None:
+                self._make_room(room, item)
+            due = wire.now + gaps[position]
             if wire.coming(item):
                 due += wire.eta_in(item)
-            if self.budget is None:
+            if room is None:
                 self._release_copied(item)
-            self._reload_until(due, position)
+            self._reload_until(due, room)
             self._copy_out_until(due, next_over[position])
-            wire.wait_in(item)
+            if event < 0:
+                wire.wait_in(item)
             self.slip += wire.now - arrival
             if self.issued:
                 self.decisions[position] = self.issued
-            wire.advance(wire.now + table.step.gaps[position])
-        return Schedule(self.decisions, self.slip)
+            if self.slip > limit:
+                return Schedule(self.decisions, self.at, self.slip, math.inf)
+            wire.advance(wire.now + gaps[position])
+        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * (wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms))
 
     def _arrive(self, item: int) -> None:
         self.resident[item] = True
@@ -198,46 +232,65 @@ class _Play:
             self.resident_bytes -= self.sizes[item]
             self.resident[item] = False
         elif self.has_copy[item]:
-            self.absent.remove((self.next_use[item], item))
+            self._unlist(item)
+        if self.has_copy[item] and (self.next_use[item], item) in self.pledged:
+            self.pledged.remove((self.next_use[item], item))
         self.next_use[item] = -1
 
-    def _use(self, item: int) -> None:
+    def _offer(self, item: int) -> None:
+        """Let the item be chosen to leave, if it may."""
+        if self.has_copy[item]:
+            heapq.heappush(self.copied, (-self.next_use[item], item))
+        elif self.table.depth[item] < math.inf:
+            heapq.heappush(self.leavers if self.table.depth[item] < self.share else self.others, (-self.next_use[item], item))
+
+    def _use(self, item: int, room: int | None) -> None:
         """Bring the item back if it is away, and let its next use be the one after."""
         if not self.resident[item]:
-            if self.budget is not None:
-                self._make_room(self.budget - self.sizes[item], item)
-            self.absent.remove((self.next_use[item], item))
+            if room is not None:
+                self._make_room(room - self.sizes[item], item)
             self._reload(item)
         self.num_uses[item] += 1
         needs = self.table.needs[item]
-        self.next_use[item] = needs[self.num_uses[item]] if self.num_uses[item] < len(needs) else self.num_events
-        if self.num_uses[item] < len(needs):
-            heapq.heappush(self.copied if self.has_copy[item] else self.uncopied, (-self.next_use[item], item))
+        more = self.num_uses[item] < len(needs)
+        if self.has_copy[item] and (self.next_use[item], item) in self.pledged:
+            self.pledged.remove((self.next_use[item], item))
+        self.next_use[item] = needs[self.num_uses[item]] if more else self.num_events
+        if more:
+            self._offer(item)
+
+    def _unlist(self, item: int) -> None:
+        self.absent.remove((self.next_use[item], item))
+        self.absent_bytes -= self.sizes[item]
+        self.latest_start = -math.inf
 
     def _reload(self, item: int) -> None:
+        self._unlist(item)
         self._arrive(item)
         self.issued.append(Reload(item))
         self.wire.copy_in(item, self.sizes[item])
 
     def _release(self, item: int) -> None:
-        self.wire.wait_in(item)
-        self.wire.wait_out(item)
+        self.wire.play(Release(item), 0)
         self.issued.append(Release(item))
         self.resident[item] = False
         self.resident_bytes -= self.sizes[item]
         insort(self.absent, (self.next_use[item], item))
+        self.absent_bytes += self.sizes[item]
+        self.latest_start = -math.inf
 
     def _copy_out(self, item: int) -> None:
         self.issued.append(CopyOut(item))
         self.wire.copy_out(item, self.sizes[item])
         self.has_copy[item] = True
-        heapq.heappush(self.copied, (-self.next_use[item], item))
+        insort(self.pledged, (self.next_use[item], item))
+        self._offer(item)
 
-    def _victim(self, spared: int, later_than: int) -> int | None:
-        """Take the copied resident item whose next use is furthest and whose copy has ended, if that use is late enough."""
+    def _victim(self, spared: int, later_than: int = -1) -> int | None:
+        """Take the copied resident item whose next use is furthest and whose copies have ended, if that use is late enough."""
         waiting = []
         found = None
-        while self.copied:
+        while self.copied and found is None:
             entry = heapq.heappop(self.copied)
             use, item = -entry[0], entry[1]
             if not self.resident[item] or use != self.next_use[item]:
@@ -247,16 +300,15 @@ class _Play:
                 break
             if item == spared or self.wire.leaving(item) or self.wire.coming(item):
                 waiting.append(entry)
-                continue
-            found = item
-            break
+            else:
+                found = item
         for entry in waiting:
             heapq.heappush(self.copied, entry)
         return found
 
-    def _make_room(self, limit: int, spared: int) -> None:
-        while self.resident_bytes > limit:
-            item = self._victim(spared, -1)
+    def _make_room(self, room: int, spared: int) -> None:
+        while self.resident_bytes > room:
+            item = self._victim(spared)
             if item is None:
                 item = self._soonest(spared)
             if item is None:
@@ -264,72 +316,84 @@ class _Play:
             self._release(item)
 
     def _soonest(self, spared: int) -> int | None:
-        """Take the item whose copy out ends first; start one if there is none."""
-        leaving = [item for item in self.wire.queue_out() if item != spared and self.resident[item] and self.next_use[item] >= 0]
-        if leaving:
-            return leaving[0]
+        """Return the item whose copy out ends first; start one if there is none."""
+        for item in self.wire.queue_out():
+            if item != spared and self.resident[item] and self.next_use[item] >= 0:
+                return item
         kept = []
         found = None
-        while self.uncopied and found is None:
-            entry = heapq.heappop(self.uncopied)
-            item = entry[1]
-            if not self.resident[item] or self.has_copy[item] or -entry[0] != self.next_use[item]:
-                continue
-            if item == spared or self.table.depth[item] > 1:
-                kept.append(entry)
-                continue
-            self._copy_out(item)
-            found = item
-        for entry in kept:
-            heapq.heappush(self.uncopied, entry)
-        return found
-
-    def _reload_until(self, due: float, position: int) -> None:
-        """Start the reloads that must start before then so that every coming use is met."""
-        wire, at = self.wire, self.table.at
-        start = wire.now + wire.backlog_in()
-        while self.absent and start < due:
-            latest, queued = float("inf"), 0.0
-            for use, item in self.absent:
-                queued += self.sizes[item] * wire.in_ms
-                latest = min(latest, at[use] + self.slip - queued)
-            if latest > due:
-                return
-            use, item = self.absent[0]
-            if self.budget is not None:
-                while self.resident_bytes + self.sizes[item] > self.budget - self.table.step.fixed[position]:
-                    victim = self._victim(item, use)
-                    if victim is None:
-                        return
-                    self._release(victim)
-            self.absent.pop(0)
-            self._reload(item)
-            heapq.heappush(self.copied, (-use, item))
-            start = wire.now + wire.backlog_in()
-
-    def _copy_out_until(self, due: float, next_over: int) -> None:
-        """Keep the lane to the tier busy until then."""
-        wire, at = self.wire, self.table.at
-        kept = []
-        while self.uncopied and wire.now + wire.backlog_out() < due:
-            entry = heapq.heappop(self.uncopied)
+        while found is None and (self.leavers or self.others):
+            heap = min((heap for heap in (self.leavers, self.others) if heap), key=lambda heap: heap[0])
+            entry = heapq.heappop(heap)
             use, item = -entry[0], entry[1]
             if not self.resident[item] or self.has_copy[item] or use != self.next_use[item]:
                 continue
-            kept.append(entry)
-            if use <= next_over or use >= self.num_events:
-                break
-            if self.table.depth[item] >= self.share:
+            if item == spared:
+                kept.append((heap, entry))
                 continue
-            back = wire.now + wire.backlog_out() + self.sizes[item] * (wire.out_ms + wire.in_ms)
-            if back > at[use] + self.slip:
-                break
-            kept.pop()
+            found = item
             self._copy_out(item)
-        for entry in kept:
-            heapq.heappush(self.uncopied, entry)
+        for heap, entry in kept:
+            heapq.heappush(heap, entry)
+        return found
+
+    def _reload_until(self, due: float, room: int | None) -> None:
+        """Start the reloads that must start before then so that every coming use is met."""
+        wire, at = self.wire, self.table.at
+        due += SLACK_MS
+        while self.absent and wire.now + wire.backlog_in() < due:
+            if self.latest_start == -math.inf:
+                latest, queued, total = math.inf, 0.0, self.absent_bytes * wire.in_ms
+                for use, item in self.absent:
+                    queued += self.sizes[item] * wire.in_ms
+                    latest = min(latest, at[use] - queued)
+                    if at[use] - total >= latest:
+                        break
+                self.latest_start = latest
+            if self.latest_start + self.slip > due:
+                return
+            use, item = self.absent[0]
+            while room is not None and self.resident_bytes + self.sizes[item] > room:
+                victim = self._victim(item, use)
+                if victim is None:
+                    return
+                self._release(victim)
+            self._reload(item)
+            if room is not None:
+                self._offer(item)
+
+    def _copy_out_until(self, due: float, next_over: int) -> None:
+        """Keep the lane to the tier busy until then."""
+        wire = self.wire
+        while self.leavers and wire.now + wire.backlog_out() < due:
+            use, item = -self.leavers[0][0], self.leavers[0][1]
+            if not self.resident[item] or self.has_copy[item] or use != self.next_use[item]:
+                heapq.heappop(self.leavers)
+            elif use <= next_over or not self._pays(item, use):
+                return
+            else:
+                heapq.heappop(self.leavers)
+                self._copy_out(item)
+
+    def _pays(self, item: int, use: int) -> bool:
+        """Say whether a round trip ends before the item is used; without a budget, also whether every other use is met."""
+        wire, at = self.wire, self.table.at
+        size = self.sizes[item]
+        back = wire.now + wire.backlog_out() + size * (wire.out_ms + wire.in_ms)
+        if back > at[use] + self.slip:
+            return False
+        if self.budget is not None:
+            return True
+        latest, queued, own = math.inf, 0.0, size * wire.in_ms
+        for other, each in (*self.pledged, (self.num_events, item)):
+            if own and other > use:
+                queued, own = queued + own, 0.0
+                latest = min(latest, at[use] - queued)
+            queued += self.sizes[each] * wire.in_ms
+            latest = min(latest, at[other] - queued)
+        return latest + self.slip >= wire.now + wire.backlog_in() + SLACK_MS
 
     def _release_copied(self, spared: int) -> None:
-        """Without a budget: release what has been copied, as long as every use can still be met."""
-        while (item := self._victim(spared, -1)) is not None:
+        """Release what has been copied: without a budget only what pays is."""
+        while (item := self._victim(spared)) is not None:
             self._release(item)

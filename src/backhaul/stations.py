@@ -1,0 +1,66 @@
+"""What an engine knows of each device.
+
+Covers: the device's flow and clock, the compute streams seen there, and when memory may be dropped ([Note: Whose memory]).
+Does not cover: what is decided (flow.py), or what is copied (engine.py).
+
+[Note: Whose memory]
+Memory goes back to the pool of the stream it was allocated on, and that stream may use it again at once. With one compute stream it is
+enough that this stream waits for the copy before the memory is dropped. Where another pool owns it, or more compute streams than one have been
+seen, waiting on the current stream binds nobody else: then memory is held until the device has passed the point.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.storage import UntypedStorage
+
+from backhaul.flow import Flow
+from backhaul.tiers.base import Transfer
+from backhaul.tiers.pools import in_current_pool
+from backhaul.timing import Timeline, Waits, clock_of
+
+
+class Station:
+    """One device of a handle."""
+
+    def __init__(self, device: torch.device, activation_budget: int | None) -> None:
+        clock = clock_of(device)
+        self.device = device
+        self.flow = Flow(activation_budget=activation_budget)
+        self.timeline = Timeline(clock)
+        self.waits = Waits(clock)
+        self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id
+        self.limbo: deque[tuple[list[Any], UntypedStorage]] = deque()  # buffers, and the points after which nobody reads them
+        self.fixed_bytes = 0  # resident bytes that cannot be moved
+        self.peak_fixed_bytes = 0
+
+    def current_stream(self) -> torch.Stream | None:
+        """Return the current stream, and remember it as one that computes; ``None`` on a device without streams."""
+        if self.device.type == "cpu":
+            return None
+        stream = torch.accelerator.current_stream(self.device)
+        return self.streams.setdefault(stream.stream_id, stream)
+
+    def wait_to_drop(self, copy: Transfer, source: Tensor) -> None:
+        """Order what follows after ``copy``, so that ``source`` may be dropped ([Note: Whose memory])."""
+        self.current_stream()
+        bound = len(self.streams) <= 1 and (self.device.type != "cuda" or in_current_pool(source))
+        self.waits.measure(copy.wait if bound else copy.order)
+
+    def hold(self, buffer: UntypedStorage) -> None:
+        """Keep a buffer until every compute stream has passed what it holds now ([Note: Whose memory])."""
+        self.limbo.append(([stream.record_event() for stream in self.streams.values()], buffer))
+        while self.limbo and all(event.query() for event in self.limbo[0][0]):
+            self.limbo.popleft()
+
+    def mark(self) -> None:
+        """Stamp the event that flow.py has just recorded, if it has."""
+        if self.flow.num_events > len(self.timeline.stamps):
+            self.timeline.mark()
+
+    def fix(self, num_bytes: int) -> None:
+        """Count bytes as resident and immovable; negative when they are gone."""
+        self.fixed_bytes += num_bytes
+        self.peak_fixed_bytes = max(self.peak_fixed_bytes, self.fixed_bytes)
