@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -54,10 +55,26 @@ def test_no_order_of_execution_gives_a_wrong_byte(monkeypatch):
     assert all(train_and_count_wrong_bytes(monkeypatch, seed) == 0 for seed in range(NUM_SEEDS))
 
 
-@pytest.mark.parametrize("edge", ["_wait_producer", "_wait_previous_chunk", "_wait_store", "_wait_copy"])
+@pytest.mark.parametrize("edge", ["_wait_producer", "_wait_previous_chunk", "_wait_copy"])
 def test_without_an_edge_some_order_gives_wrong_bytes(monkeypatch, edge):
     monkeypatch.setattr(lanes, edge, lambda stream, event: None)
     assert any(train_and_count_wrong_bytes(monkeypatch, seed) for seed in range(NUM_SEEDS))
+
+
+def load_at_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> bool:
+    with monkeypatch.context() as patches:
+        device = SimulatedDevice(patches, seed)
+        tier = PinnedHost(capacity=200)
+        source, target = torch.full((200,), 1, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
+        tier.load(tier.store(source), target)  # nobody has waited for the store
+        device.run()
+        return target.equal(source)
+
+
+def test_a_load_comes_after_the_store_that_filled_its_slot(monkeypatch):
+    assert all(load_at_once(monkeypatch, seed) for seed in range(NUM_SEEDS))
+    monkeypatch.setattr(lanes, "_wait_store", lambda stream, event: None)
+    assert not all(load_at_once(monkeypatch, seed) for seed in range(NUM_SEEDS))
 
 
 def reuse_while_loading(monkeypatch: pytest.MonkeyPatch, seed: int) -> bool:
@@ -143,7 +160,7 @@ def test_each_chunk_takes_the_other_stream(monkeypatch):
     device.lanes.h2d.copy(target[start : start + 64], torch.zeros(64, dtype=torch.uint8))
     assert [size for _, size in used] == [64, 64, 64, 8, 64]
     assert len({stream for stream, _ in used}) == 2
-    assert all(first is not second for (first, _), (second, _) in zip(used, used[1:], strict=False))
+    assert all(first is not second for (first, _), (second, _) in pairwise(used))
 
 
 def test_chunks_end_where_host_addresses_are_round(monkeypatch):

@@ -132,7 +132,8 @@ def saved_storages(sizes):
 def test_layer_of_w1_saves_what_was_measured(cuda_kernels):
     storages = saved_storages(dsv3.Sizes())
     large = Counter(num_bytes // MIB for num_bytes in storages if num_bytes >= 50 * MIB)
-    # dispatched tokens and fc2 output; fc1 output and k/v up-projection; q and k; SwiGLU output and attention output; inputs of norms and their outputs
+    # Dispatched tokens and fc2 output; fc1 output and k/v up-projection; q and k; SwiGLU output and attention output; the norms' inputs and
+    # outputs, which are saved seven times in all.
     assert large == {448: 2, 256: 2, 192: 2, 128: 2, 56: 4}
     assert sum(storages) / 1e6 == pytest.approx(2470, rel=0.002)
 
@@ -143,7 +144,7 @@ def test_tiny_layer_saves_the_same_tensors(cuda_kernels):
 
 def test_expert_products_save_the_parameters_themselves():
     moe = dsv3.DeepSeekStage(dsv3.TINY, device=CPU).blocks[0].moe
-    x = torch.randn(dsv3.TINY.tokens, dsv3.TINY.hidden, dtype=torch.bfloat16)
+    x = torch.randn(dsv3.TINY.tokens, dsv3.TINY.hidden, dtype=torch.bfloat16, requires_grad=True)
     saved = saved_by(lambda: moe(x))
     assert {id(moe.fc1), id(moe.fc2)} <= {id(tensor) for tensor in saved}
 
@@ -302,7 +303,7 @@ def test_comparison_sees_one_changed_element():
 
 def test_run_prints_a_row_for_every_variant_and_writes_json(tmp_path, capsys):
     path = tmp_path / "results.json"
-    options = ["W1", "--size", "tiny", "--tokens", "16", "--microbatches", "4", "--steps", "2", "--warmup", "1", "--device", "cpu"]
+    options = ["W1", "--size", "tiny", "--tokens", "16", "--microbatches", "4", "--steps", "1", "--warmup", "1", "--device", "cpu"]
     run.main([*options, "--variants", "plain,checkpoint,megatron,backhaul:0,nothing", "--profile", "--json", str(path)])
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[:6]] == ["variant", "plain", "checkpoint", "megatron", "backhaul:0", "nothing"]
@@ -311,7 +312,7 @@ def test_run_prints_a_row_for_every_variant_and_writes_json(tmp_path, capsys):
     assert rows["checkpoint"]["to_plain"] == {"equal": True, "worst": 0.0}
     assert rows["backhaul:0"]["to_plain"]["equal"]
     assert rows["plain"]["to_itself"]["equal"]
-    assert len(rows["plain"]["steps_ms"]) == 2
+    assert len(rows["plain"]["steps_ms"]) == 1
     assert rows["megatron"]["note"]
     assert rows["nothing"]["note"].startswith("failed: no variant is called")
     assert results["torch"] == torch.__version__
@@ -340,7 +341,7 @@ def memcpy(name, start, end, num_bytes):
 def test_waits_are_laid_to_the_copy_that_ended_before_the_next_kernel():
     events = [
         kernel(1000, 2000),
-        memcpy("Memcpy DtoH (Device -> Pinned)", 1200, 2950, 64 * MIB),
+        memcpy("Memcpy DtoH (Device -> Pinned)", 1200, 2970, 64 * MIB),
         memcpy("Memcpy HtoD (Pinned -> Device)", 1500, 2500, 32 * MIB),
         memcpy("Memcpy DtoH (Device -> Pageable)", 2990, 2995, 8),  # the model's own
         kernel(3000, 4000),

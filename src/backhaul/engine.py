@@ -180,7 +180,7 @@ class Engine:
         if tensor.device.type == "cpu" and self._on_accelerator():
             return self._keep_whole(tensor, "on the host")
         blob = self._lookup(storage)
-        if blob is not None and not blob.written:
+        if blob is not None and not blob.changed:
             return self._another_view(blob, tensor, storage, frame, scope)
         reason = "empty" if not num_bytes else "small" if num_bytes < self.min_bytes else ""
         if not reason and scope.module is not None and self._gathered(scope, storage):
@@ -223,7 +223,7 @@ class Engine:
             return Kept(tensor, blob)
         _, station = self.blobs[blob.num]
         if blob.released:  # saved again by somebody who kept it alive
-            blob.come_back(storage)
+            blob.take_back(storage)
             station.flow.readopted(blob.num)
         view = View(tensor)
         blob.views.append(view)
@@ -238,7 +238,7 @@ class Engine:
     def _lookup(self, storage: UntypedStorage) -> Blob | None:
         reference = self.table.get(id(storage))
         blob = reference() if reference is not None else None
-        return blob if blob is not None and (blob.origin() is storage or blob.buffer is storage) else None
+        return blob if blob is not None and blob.home() is storage else None
 
     def _where(self) -> tuple[Frame, Scope]:
         """Return this thread's frame and scope. A thread that autograd gave the hooks of another has none; it joins the newest frame."""
@@ -262,7 +262,7 @@ class Engine:
         whole = _torch.view_base(tensor)
         whole = tensor if whole is None else whole
         made_by = whole.grad_fn
-        if made_by is None or made_by.name() != "ToCopyBackward0":
+        if made_by is None or made_by.name() != "ToCopyBackward0" or _torch.version_of(whole):  # nor written since
             return None
         parameter = getattr(made_by.next_functions[0][0], "variable", None)
         if (
@@ -325,15 +325,18 @@ class Engine:
         self._carry_out(station, decisions)
         if blob.released:
             self._reload(station, blob)
-        if was_released and not blob.holds_origin:
+        if was_released and blob.incoming is not None:
             self.tally.num_demand_reloads += 1
         if blob.incoming is not None:
-            station.waits.measure(blob.incoming.wait)
+            try:
+                station.waits.measure(blob.incoming.wait)
+            except BaseException:
+                blob.release()  # what it was to hold is not there; the next need asks the tier again
+                raise
             station.current_stream()
-            if len(station.streams) <= 1:
+            blob.outlives = len(station.streams) > 1
+            if not blob.outlives:
                 blob.incoming = None
-            else:
-                blob.keep_buffer = True
 
     # Carrying out decisions
 
@@ -353,7 +356,7 @@ class Engine:
     def _copy_out(self, station: Station, blob: Blob) -> None:
         if blob.slot is not None or blob.released:
             return
-        if blob.written:
+        if blob.changed:
             self._keep(station, blob, "written in place")
             return
         try:
@@ -389,19 +392,18 @@ class Engine:
     def _reload(self, station: Station, blob: Blob) -> None:
         if not blob.released:
             return
-        origin = blob.intact_origin
-        if origin is not None:
+        survivor = blob.survivor
+        if survivor is not None:
+            blob.take_back(survivor)
             self._was_futile(station, blob)
-            blob.come_back(origin)
             return
         assert blob.slot is not None
         with _on(blob.stream):
-            buffer = torch.empty(blob.num_bytes, dtype=torch.uint8, device=blob.device)
-            incoming = self.tier.load(blob.slot, buffer)
-        storage = buffer.untyped_storage()
-        blob.addresses += (id(storage),)
+            target = torch.empty(blob.num_bytes, dtype=torch.uint8, device=station.device)
+            incoming = self.tier.load(blob.slot, target)
+        storage = target.untyped_storage()
+        blob.move_to(storage, incoming)
         self.table[id(storage)] = self.blobs[blob.num][0]
-        blob.come_back(storage, incoming)
         self.tally.reloaded_bytes += blob.num_bytes
 
     def _was_futile(self, station: Station, blob: Blob) -> None:
@@ -451,8 +453,8 @@ class Engine:
             self.tier.free(dead.slot)
         if dead.fixed_bytes:
             station.fix(-dead.fixed_bytes)
-        if dead.buffer is not None:
-            station.hold(dead.buffer)
+        if dead.storage is not None:
+            station.hold(dead.storage)
         station.flow.dropped(dead.num)
 
     def _end_frame(self, num: int) -> None:

@@ -146,6 +146,7 @@ class Flow:
         self._step = Step()
         self._known: list[_Course] = []  # latest first
         self._course: _Course | None = None
+        self._last: _Course | None = None  # of the step that ended last; None where nothing was learned from it
         self._decisions: list[Decision] = []
 
     @property
@@ -165,8 +166,8 @@ class Flow:
 
     @property
     def last_events(self) -> Sequence[int]:
-        """Events of the last learned step: a movable blob saved (its number in the step) or needed (``~number``)."""
-        return self._known[0].step.events if self._known else ()
+        """Events of the last step, if anything was learned from it: a movable blob saved (its number in the step) or needed (``~number``)."""
+        return self._last.step.events if self._last is not None else ()
 
     @property
     def predicted_stall_ms(self) -> float | None:
@@ -298,9 +299,12 @@ class Flow:
         self._left.add(frame_key)
 
     def times(self, ms: Sequence[float]) -> None:
-        """Take the times in ms at which the device reached each of ``last_events``, waits for our own copies included."""
-        course = self._known[0]
-        if course.pace.measure(course.step, ms, self.link):
+        """Take the times in ms at which the device reached each event of the last step, waits for our own copies included.
+
+        They are passed over where nothing was learned from that step, or where an exception has cost some of them.
+        """
+        course = self._last
+        if course is not None and len(ms) == len(course.step.events) and course.pace.measure(course.step, ms, self.link):
             course.basis = None
 
     # -- residency -----------------------------------------------------------------------------------------------------------------------
@@ -494,7 +498,7 @@ class Flow:
     def _learn(self) -> None:
         """End the step: what was recorded is what to expect."""
         step, self._step = self._step, Step()
-        self._course = None
+        self._course = self._last = None
         self._num_frames = 0
         self._copied.clear()
         self._uncopied.clear()
@@ -510,4 +514,5 @@ class Flow:
                 break
         else:
             course = _Course(step)
+        self._last = course
         self._known[:] = [course, *self._known][:KNOWN_STEPS]

@@ -71,25 +71,32 @@ def modified_in_place(tensor: Tensor, expected: int) -> RuntimeError:
 class View:
     """One saved tensor of a blob: an alias that shares its version counter, and how it looks at the storage."""
 
-    __slots__ = ("alias", "bare", "layout", "version", "written")
+    __slots__ = ("alias", "layout", "spoiled", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.alias = tensor.detach()
         self.version = _torch.version_of(tensor)
         self.layout = Layout.of(tensor)
-        self.bare = False  # the alias has given up the storage
-        self.written = False  # in place, while the device still held the only sure copy
+        self.spoiled = False  # written in place before the copy in the tier was known to be good
 
     @property
     def changed(self) -> bool:
-        return _torch.version_of(self.alias) != self.version
+        """Whether the tensor was written in place since it was saved, or since its storage was replaced."""
+        return self.spoiled or _torch.version_of(self.alias) != self.version
 
-    def release(self) -> None:
+    def let_go(self) -> None:
         """Give up the storage, keep the version counter."""
-        if not self.bare:
-            bare = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
-            self.alias.data = bare.conj() if self.layout.is_conj else bare
-            self.bare = True
+        bare = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
+        self.alias.data = bare.conj() if self.layout.is_conj else bare
+
+    def take_back(self, storage: UntypedStorage) -> None:
+        """Look at the storage that was given up."""
+        self.alias.data = self.layout.view(storage)
+
+    def move_to(self, storage: UntypedStorage) -> None:
+        """Look at another storage with the same bytes, whose writes count from now on."""
+        self.alias = self.layout.view(storage)
+        self.version = _torch.version_of(self.alias)
 
 
 class Dead(NamedTuple):
@@ -99,15 +106,15 @@ class Dead(NamedTuple):
     slot: Slot | None
     addresses: tuple[int, ...]
     fixed_bytes: int  # counted as resident bytes that cannot move
-    buffer: UntypedStorage | None  # kept only where more than one stream may still read it
+    storage: UntypedStorage | None  # kept only where more than one stream may still read it
 
 
 class Blob:
-    """One storage that at least one saved tensor needs."""
+    """One storage that at least one saved tensor needs, wherever its bytes are."""
 
     __slots__ = (
-        "__weakref__", "addresses", "buffer", "device", "frame", "grave", "incoming", "keep_buffer", "key", "num", "num_bytes", "origin",
-        "reason", "released", "slot", "stream", "views",
+        "__weakref__", "addresses", "frame", "grave", "home", "incoming", "key", "num", "num_bytes", "outlives",
+        "reason", "released", "slot", "stored", "stream", "views",
     )  # fmt: skip
 
     def __init__(self, num: int, storage: UntypedStorage, frame: Frame, key: Key, grave: "deque[Dead | int]") -> None:
@@ -115,60 +122,62 @@ class Blob:
         self.frame = frame
         self.key = key
         self.grave = grave
-        self.device = storage.device
         self.num_bytes = storage.nbytes()
-        self.origin = weakref.ref(storage)
+        self.home = weakref.ref(storage)  # what the views look at now, or looked at last
         self.addresses: tuple[int, ...] = (id(storage),)  # where the engine's table has us; never an identity by themselves
         self.views: list[View] = []
         self.reason = ""  # why it stays on the device, if it does
         self.stream: torch.Stream | None = None  # the compute stream at pack
         self.slot: Slot | None = None  # a copy in a tier, made or under way
+        self.stored = False  # the copy is known to be good
         self.released = False  # the device copy is gone
-        self.buffer: UntypedStorage | None = None  # device memory that it came back to
-        self.incoming: Transfer | None = None  # the copy that fills the buffer
-        self.keep_buffer = False  # more than one compute stream may read the buffer
+        self.incoming: Transfer | None = None  # the copy that fills the storage
+        self.outlives = False  # more than one compute stream may read the storage when we die
 
     @property
-    def holds_origin(self) -> bool:
-        """Whether the device copy is the storage that the tensors were saved with."""
-        return not self.released and (self.buffer is None or self.buffer is self.origin())
+    def changed(self) -> bool:
+        """Whether the storage was written in place since any of its tensors was saved."""
+        return any(view.changed for view in self.views)
 
     @property
-    def written(self) -> bool:
-        """Whether what lies on the device was written in place since a tensor of it was saved."""
-        at_origin = self.holds_origin
-        return any(view.written or (view.changed and (at_origin or not view.bare)) for view in self.views)
-
-    @property
-    def intact_origin(self) -> UntypedStorage | None:
-        """The storage that the tensors were saved with, if somebody else has kept it alive and nobody has written to it."""
-        storage = self.origin()
-        return None if storage is None or any(view.written or view.changed for view in self.views) else storage
+    def survivor(self) -> UntypedStorage | None:
+        """The storage that was given up, if somebody else has kept it alive and nobody has written to it."""
+        storage = self.home()
+        return storage if storage is not None and not self.changed else None
 
     def source(self) -> Tensor:
         """Return all bytes as they lie on the device."""
-        storage = self.buffer if self.buffer is not None else self.origin()
+        storage = self.home()
         assert storage is not None
         return flat(storage)
 
     def release(self) -> None:
-        """Drop the device copy. Copies that still read it must be ordered before whatever gets the memory next."""
+        """Drop the device copy. Copies that still touch it must be ordered before whatever gets the memory next."""
         for view in self.views:
-            # Only what was written before the copy was known to be good spoils it: later writes meet the packed value.
-            view.written = view.written or (view.changed and not view.bare and self.buffer is None)
-            view.release()
-        self.buffer = self.incoming = None
-        self.released = True
+            # Writes seen by now may have met the copy under way. Later ones do not matter: the packed value wins.
+            view.spoiled = view.spoiled or (view.changed and not self.stored)
+            view.let_go()
+        self.stored = self.released = True
+        self.incoming = None
 
-    def come_back(self, buffer: UntypedStorage, incoming: Transfer | None = None) -> None:
-        """Take ``buffer``, which ``incoming`` fills, as the device copy."""
-        self.buffer = buffer
+    def take_back(self, storage: UntypedStorage) -> None:
+        """Take the storage that was given up as the device copy."""
+        for view in self.views:
+            view.take_back(storage)
+        self.released = False
+
+    def move_to(self, storage: UntypedStorage, incoming: Transfer) -> None:
+        """Take a new storage, which ``incoming`` fills, as the device copy."""
+        for view in self.views:
+            view.move_to(storage)
+        self.home = weakref.ref(storage)
+        self.addresses += (id(storage),)
         self.incoming = incoming
         self.released = False
 
     def __del__(self) -> None:
-        fixed_bytes = self.num_bytes if self.reason else 0
-        self.grave.append(Dead(self.num, self.slot, self.addresses, fixed_bytes, self.buffer if self.keep_buffer else None))
+        storage = self.home() if self.outlives and not self.released else None
+        self.grave.append(Dead(self.num, self.slot, self.addresses, self.num_bytes if self.reason else 0, storage))
 
 
 Bring = Callable[[Blob], None]
@@ -178,7 +187,7 @@ class Promise(Protocol):
     """Stands for one saved tensor and gives it back, any number of times."""
 
     def restore(self, bring: Bring) -> Tensor:
-        """Return the saved tensor: same values, size, stride, offset, dtype and device, detached. ``bring`` gets a blob onto the device."""
+        """Return the saved tensor, detached: same values, size, stride, offset, dtype, device. ``bring`` gets a blob onto the device."""
         ...
 
 
@@ -192,13 +201,11 @@ class Saved:
         self.view = view
 
     def restore(self, bring: Bring) -> Tensor:
-        view, blob = self.view, self.blob
-        bring(blob)
-        if view.written or (view.changed and (blob.holds_origin or not view.bare)):
-            raise modified_in_place(view.alias, view.version)
-        if blob.buffer is None:
-            return view.alias.detach()  # a fresh one ([Note: Versions])
-        return view.layout.view(blob.buffer)
+        """Bring the blob and return the view of it."""
+        bring(self.blob)
+        if self.view.changed:
+            raise modified_in_place(self.view.alias, self.view.version)
+        return self.view.alias.detach()  # a fresh one ([Note: Versions])
 
 
 class Kept:

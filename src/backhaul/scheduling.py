@@ -18,6 +18,7 @@ Several shares are played; the one that stalls least is kept.
 import heapq
 import math
 from bisect import insort
+from collections import deque
 from collections.abc import Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 Key = Hashable  # names a blob from step to step, within its frame: (fqn, call, pack)
 
 COPY_COST = 0.01  # ms that a ms of copying costs the compute beside it
+JITTER = 1.03  # what the compute of a step may take more than the sum of its least gaps
 SLACK_MS = 1.0  # reloads start so much sooner than they must
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
 
@@ -63,8 +65,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.gaps: list[float] = []  # by event: ms of compute until the next; empty while nothing was measured
-        self._least: list[float] = []  # by event: the least seen
-        self._least_ms = math.inf  # the least seen of their sum
+        self._seen: deque[list[float]] = deque(maxlen=4)  # the same of the latest steps, each with waits that we could not explain
 
     def measure(self, step: Step, ms: Sequence[float], link: Link) -> bool:
         """Take the times at which the device reached each event, less what it waited for our copies. Say whether the gaps have changed."""
@@ -81,13 +82,12 @@ class Pace:
             if event < 0:
                 now = wire.wait_in(~event)
             found.append(max(0.0, end - max(now, begin)))
-        before = sum(self.gaps)
-        self._least = [min(pair) for pair in zip(self._least or found, found, strict=True)]
-        self._least_ms = min(self._least_ms, sum(found))
-        # Where gaps jitter, the least of each is too little in sum: no whole step took less than the least whole step.
-        scale = min(1.08, self._least_ms / (sum(self._least) or 1.0))
-        self.gaps = [gap * scale for gap in self._least]
-        return abs(self._least_ms - before) > 0.01 * before
+        self._seen.append(found)
+        before, least = sum(self.gaps), [min(each) for each in zip(*self._seen, strict=True)]
+        # Where gaps jitter, the least of each is too little in sum; yet the whole step may hold more waits than were explained.
+        scale = min(JITTER, min(map(sum, self._seen)) / (sum(least) or 1.0))
+        self.gaps = [gap * scale for gap in least]
+        return abs(sum(self.gaps) - before) > 0.01 * before
 
 
 @dataclass(frozen=True)

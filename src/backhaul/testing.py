@@ -296,10 +296,10 @@ def check_tier(make_tier: Callable[[], Tier], *, device: torch.device | str = "c
     """
     for check in (
         _check_round_trips,
+        _check_order,
         _check_many_slots,
         _check_accounting,
         _check_full,
-        _check_order,
         _check_source,
         _check_free_in_flight,
         _check_double_free,

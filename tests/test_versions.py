@@ -1,0 +1,497 @@
+"""Rule 4: nothing is silently stale. A write in place is answered with autograd's own error or with the value of the forward, never with another."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from backhaul.testing import RecordingTier, same_bits
+from tests.conftest import Code, everything, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:backhaul offloaded 0 of")  # what is kept on purpose
+
+MOVED = {"min_bytes": 0}
+KEPT = {"min_bytes": 1 << 40}
+LAZY = {"min_bytes": 0, "activation_budget": 1 << 30}  # may move, and has no need to
+BOTH = pytest.mark.parametrize("options", [MOVED, KEPT, LAZY], ids=["moved", "kept", "lazy"])
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*(shape or (64,)), dtype=dtype).requires_grad_()
+
+
+def outcome(output: Tensor, *inputs: Tensor, **options: object) -> list[Tensor] | str:
+    """Return the gradients, or the first words of autograd's refusal."""
+    try:
+        return list(torch.autograd.grad(output.sum(), inputs, **options))
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error), error
+        return "modified in place"
+
+
+def as_of_the_forward(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """Return the gradients of the values that were saved, whatever was written to them later."""
+    with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+        output = function(*inputs)
+    return list(torch.autograd.grad(output.sum(), inputs))
+
+
+def assert_never_stale(function: Callable[..., Tensor], *inputs: Tensor, options: dict[str, int], after: Callable[[], None] = lambda: None) -> list[Tensor] | str:
+    """Run ``function``, then ``after``, then backward; refusing is allowed only where plain autograd refuses. Return what came of it, three steps on."""
+    plain = function(*inputs)
+    after()
+    expected = outcome(plain, *inputs)
+    forward = as_of_the_forward(function, *inputs)
+    module = Code(function)
+    with everything(module, **options):
+        for _ in range(3):
+            output = module(*inputs)
+            after()
+            got = outcome(output, *inputs)
+            if isinstance(expected, str):
+                assert isinstance(got, str) or same(got, forward)
+            else:
+                assert not isinstance(got, str), got
+                assert same(got, expected)
+    return got
+
+
+@BOTH
+def test_C15_write_after_the_forward(options):
+    kept: list[Tensor] = []
+
+    def square(a: Tensor) -> Tensor:
+        b = a.clone()
+        kept[:] = [b]
+        return b * b
+
+    def write() -> None:
+        with torch.no_grad():
+            kept[0].mul_(10)
+
+    got = assert_never_stale(square, leaf(), options=options, after=write)
+    assert isinstance(got, str) == (options is not MOVED)  # what has left the device keeps its value
+
+
+@BOTH
+def test_C15_write_through_a_detached_alias(options):
+    kept: list[Tensor] = []
+
+    def square(a: Tensor) -> Tensor:
+        b = a.clone()
+        kept[:] = [b.detach()]
+        return b * b
+
+    assert_never_stale(square, leaf(), options=options, after=lambda: kept[0].mul_(10))
+
+
+@BOTH
+def test_C15_write_in_the_forward_after_saving(options):
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        y = b * b
+        b.mul_(10)
+        return y + b
+
+    assert_never_stale(function, leaf(), options=options)
+
+
+@BOTH
+def test_C15_write_before_saving_is_no_write(options):
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        b.mul_(10)
+        b.detach().add_(1)
+        return b * b
+
+    got = assert_never_stale(function, leaf(), options=options)
+    assert not isinstance(got, str)
+
+
+@BOTH
+@pytest.mark.parametrize("keep_first", [True, False])
+@pytest.mark.parametrize("hold", [True, False])
+def test_C15_one_storage_saved_at_two_versions_gives_each_its_own_or_refuses(options, keep_first, hold):
+    """The second save is untouched, so its backward works plain, and must be right managed. The first stays alive, or not; so does the tensor."""
+    a = leaf()
+    kept: list[Tensor] = []
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        first = b * b
+        with torch.no_grad():
+            b.mul_(10)
+        second = b * b
+        kept[:] = ([first] if keep_first else []) + ([b] if hold else [])
+        return second
+
+    got = assert_never_stale(function, a, options=options)
+    assert not isinstance(got, str)
+    assert torch.equal(got[0], 2 * (10 * a.detach()))
+
+
+@BOTH
+def test_C15_three_versions_each_backward_alone(options):
+    a = leaf()
+    outputs: list[Tensor] = []
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        outputs.clear()
+        for _ in range(3):
+            outputs.append(b * b)
+            with torch.no_grad():
+                b.mul_(2)
+        return b
+
+    module = Code(function)
+    with everything(module, **options):
+        for _ in range(3):
+            module(a)
+            for power, output in enumerate(outputs):
+                got = outcome(output, a)
+                assert isinstance(got, str) or torch.equal(got[0], 2 * a.detach() * 2**power)
+
+
+@BOTH
+def test_C15_relu_chain(options):
+    def chain(a: Tensor) -> Tensor:
+        for _ in range(4):
+            a = (a * 1.5 - 0.1).relu_()
+        return a
+
+    got = assert_never_stale(chain, leaf(), options=options)
+    assert not isinstance(got, str)
+
+
+@BOTH
+def test_C15_relu_on_a_saved_product(options):
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        y = b.sigmoid()  # saves its result
+        return y.relu_() + (y * b)
+
+    assert_never_stale(function, leaf(), options=options)
+
+
+@BOTH
+@pytest.mark.parametrize("part", [lambda b: b[:8], lambda b: b.view(8, 8)[:, 1], lambda b: b[3:3]], ids=["slice", "column", "nothing"])
+def test_C15_write_into_a_view_of_what_is_saved(options, part):
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        y = b * b
+        with torch.no_grad():
+            part(b).zero_()
+        return y
+
+    assert_never_stale(function, leaf(), options=options)
+
+
+@BOTH
+def test_C15_write_into_the_base_of_what_is_saved(options):
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        row = b.view(8, 8)[2]
+        y = row * row
+        b.mul_(2)
+        return y.sum() + b.sum()
+
+    assert_never_stale(function, leaf(), options=options)
+
+
+@BOTH
+def test_C15_write_with_gradient_into_a_view(options):
+    def function(a: Tensor) -> Tensor:
+        b = a.clone().view(8, 8)
+        b[0].mul_(a[:8])
+        b[:, 1].exp_()
+        return b.sin()
+
+    got = assert_never_stale(function, leaf(), options=options)
+    assert not isinstance(got, str)
+
+
+@BOTH
+def test_C15_residual_added_in_place(options):
+    weight = leaf(8, 8)
+
+    def function(x: Tensor) -> Tensor:
+        h = x.clone()
+        for _ in range(3):
+            h += (h @ weight).tanh()
+        return h
+
+    assert_never_stale(function, leaf(4, 8), options=options)
+
+
+@BOTH
+def test_C15_optimizer_step_before_backward(options):
+    module = nn.Linear(8, 8, dtype=torch.float64)
+    x = leaf(4, 8)
+    with everything(module, **options):
+        loss = module(x).square().sum()
+        torch.optim.SGD(module.parameters(), lr=0.1)
+        with torch.no_grad():
+            module.weight.add_(1)
+        assert outcome(loss, x) == "modified in place"
+
+
+@BOTH
+def test_C15_write_through_data_is_seen_by_nobody_and_tears_nothing(options):
+    """``.data`` has no version counter, so plain autograd gives the gradient of what was written. The forward's value is allowed, a mixture is not."""
+    a = leaf()
+    kept: list[Tensor] = []
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        kept[:] = [b]
+        return b * b
+
+    module = Code(function)
+    with everything(module, **options):
+        for _ in range(3):
+            output = module(a)
+            kept[0].data.mul_(10)
+            (got,) = torch.autograd.grad(output.sum(), a)
+            assert torch.equal(got, 2 * a.detach()) or torch.equal(got, 2 * (10 * a.detach()))
+
+
+@BOTH
+def test_data_replaced_after_saving_changes_nothing(options):
+    kept: list[Tensor] = []
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        kept[:] = [b]
+        return b * b
+
+    def replace() -> None:
+        kept[0].data = torch.zeros(64, dtype=torch.float64)
+
+    got = assert_never_stale(function, leaf(), options=options, after=replace)
+    assert not isinstance(got, str)
+
+
+@BOTH
+def test_C15_write_between_two_backwards(options):
+    a = leaf()
+    b = a.detach().clone().requires_grad_()
+    module = Code(lambda b: b.clone() * b)
+
+    def function(b: Tensor) -> Tensor:
+        return b * b
+
+    for run in (function, module):
+        with everything(module, **options):
+            output = run(b)
+            first = outcome(output, b, retain_graph=True)
+            with torch.no_grad():
+                b.mul_(2)
+            second = outcome(output, b)
+            with torch.no_grad():
+                b.div_(2)
+            assert isinstance(second, str) or same(second, first)
+
+
+class WritesItsSaved(torch.autograd.Function):
+    """Gives the gradient's memory a second use, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        result = gradient * x.cos()
+        x.zero_()
+        return result
+
+
+@BOTH
+@pytest.mark.parametrize("hold", [True, False])
+def test_C15_backward_that_writes_what_it_saved_read_again(options, hold):
+    a = leaf()
+    kept: list[Tensor] = []
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        kept[:] = [b] if hold else []
+        return WritesItsSaved.apply(b)
+
+    module = Code(function)
+    with everything(module, **options):
+        for _ in range(3):
+            output = module(a)
+            first = outcome(output, a, retain_graph=True)
+            assert same(first, [a.detach().cos()])
+            second = outcome(output, a)
+            assert isinstance(second, str) or same(second, first)
+
+
+@BOTH
+@pytest.mark.parametrize("hold", [True, False])
+def test_C15_backward_that_writes_what_another_node_saved_too(options, hold):
+    kept: list[Tensor] = []
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        kept[:] = [b] if hold else []
+        return b.exp() * b + WritesItsSaved.apply(b)  # the Function's backward comes first
+
+    assert_never_stale(function, leaf(), options=options)
+
+
+@BOTH
+def test_C15_write_by_the_user_into_what_backward_has_read(options):
+    """The tensor outlives the forward, so its copy is futile and handed back; then it is written, and read again."""
+    a = leaf()
+    kept: list[Tensor] = []
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        kept[:] = [b]
+        return b * b
+
+    module = Code(function)
+    with everything(module, **options):
+        for _ in range(4):
+            output = module(a)
+            first = outcome(output, a, retain_graph=True)
+            assert same(first, [2 * a.detach()])
+            with torch.no_grad():
+                kept[0].add_(1)
+            second = outcome(output, a)
+            assert isinstance(second, str) or same(second, first)
+
+
+@BOTH
+def test_C15_write_by_a_gradient_hook(options):
+    a = leaf()
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        c = b * b
+        d = c * c
+        c.register_hook(lambda gradient: (b.detach().mul_(10), gradient)[1])
+        return d
+
+    module = Code(function)
+    with everything(module, **options):
+        for _ in range(3):
+            got = outcome(module(a), a)
+            assert isinstance(got, str) or torch.allclose(got[0], 4 * a.detach() ** 3, rtol=1e-14)
+
+
+@BOTH
+def test_C15_write_inside_a_checkpointed_region(options):
+    def region(b: Tensor) -> Tensor:
+        c = b * b
+        with torch.no_grad():
+            c.mul_(2)
+        return c.sin() * c
+
+    def function(a: Tensor) -> Tensor:
+        return checkpoint(region, a.clone(), use_reentrant=False)
+
+    got = assert_never_stale(function, leaf(), options=options)
+    assert not isinstance(got, str)
+
+
+@BOTH
+def test_C15_write_into_the_input_of_a_checkpointed_region(options):
+    """Plain checkpointing does not notice; the input as of the forward is right, and so is the refusal."""
+    kept: list[Tensor] = []
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        kept[:] = [b]
+        return checkpoint(lambda b: b * b, b, use_reentrant=False)
+
+    a = leaf()
+    module = Code(function)
+    with everything(module, **options):
+        for _ in range(3):
+            output = module(a)
+            kept[0].detach().mul_(10)
+            got = outcome(output, a)
+            assert isinstance(got, str) or same(got, [2 * a.detach()])
+
+
+class HeldWrite(RecordingTier):
+    """Writes to a tensor after its copy has been asked for and before it is made: what an asynchronous copy sees on a device."""
+
+    victim: Tensor | None = None
+
+    def store(self, source: Tensor) -> object:
+        slot = super().store(source)
+        if self.victim is not None and self.victim.untyped_storage().data_ptr() == source.data_ptr():
+            self.victim.detach().mul_(10)
+            self.victim = None
+        return slot
+
+
+def test_C15_write_while_the_copy_is_on_its_way_is_refused():
+    tier = HeldWrite(deferred=True)
+    a = leaf()
+
+    def function(a: Tensor) -> Tensor:
+        b = a.clone()
+        tier.victim = b
+        return b * b
+
+    module = Code(function)
+    with everything(module, tier):
+        output = module(a)
+        assert tier.victim is None
+        assert outcome(output, a) == "modified in place"
+
+
+@BOTH
+def test_C15_version_error_of_every_kind_of_tensor_says_the_same(options):
+    for dtype in (torch.float32, torch.complex64, torch.bfloat16):
+        a = leaf(dtype=dtype)
+
+        def function(a: Tensor) -> Tensor:
+            b = a.clone().conj()
+            y = b * b
+            b.mul_(2)
+            return y
+
+        with pytest.raises(RuntimeError) as plain:
+            function(a).sum().abs().backward()
+        module = Code(function)
+        with everything(module, **options):
+            output = module(a).sum().abs()
+            try:
+                (got,) = torch.autograd.grad(output, a)
+            except RuntimeError as error:
+                ours = str(error)
+                assert ours.split(";")[0].split("] is at")[0].split("operation: ")[0] == str(plain.value).split(";")[0].split("] is at")[0].split("operation: ")[0]
+                assert "expected version 0 instead" in ours
+            else:
+                assert same_bits(got, as_of_the_forward_of_abs(function, a))
+
+
+def as_of_the_forward_of_abs(function: Callable[..., Tensor], a: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+        output = function(a)
+    (gradient,) = torch.autograd.grad(output.sum().abs(), a)
+    return gradient
+
+
+def test_a_copy_that_was_read_back_is_no_licence_to_forget_a_write():
+    """Saved, moved, reloaded by one backward, released again for room, then read: always the forward's value."""
+    a, b = leaf(), leaf()
+    module = Code(lambda a, b: (a.clone() * a).sin() + (b.clone() * b).cos())
+    tier = RecordingTier(deferred=True)
+    with everything(module, tier):
+        output = module(a, b)
+        first = outcome(output, a, b, retain_graph=True)
+        module(b, a)
+        second = outcome(output, a, b, retain_graph=True)
+        assert same(first, second)
