@@ -21,13 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from backhaul._torch import empty_host_cache
 from benchmarks.variants import Variant
 from benchmarks.workloads.base import Workload, run_step
-
-try:
-    from torch.accelerator import empty_host_cache
-except ImportError:  # torch 2.11 has no public name for it yet
-    from torch._C import _host_emptyCache as empty_host_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +107,8 @@ def pinned_by_torch() -> int:
 
 def measure(
     workload: Workload, variant: Variant, name: str, *, steps: int, warmup: int, plain: Sequence[Tensor] | None, resident_before: int
-) -> tuple[Row, list[Tensor]]:
-    """Run ``warmup + steps`` steps of an attached variant. Return the row and the last step's gradients, on the host.
+) -> Row:
+    """Run ``warmup + steps`` steps of an attached variant; leave the last step's gradients where they are.
 
     ``plain`` are the plain run's gradients; ``resident_before`` is the process's size before anything of this variant was there.
     """
@@ -140,7 +136,7 @@ def measure(
     peak_allocated = torch.accelerator.max_memory_allocated() if on_device else None
     peak_reserved = torch.accelerator.max_memory_reserved() if on_device else None
     resident = psutil.Process().memory_info().rss - resident_before - sum(grad.nbytes for grad in previous)
-    row = Row(
+    return Row(
         variant=name,
         step_ms=statistics.median(times),
         steps_ms=tuple(times),
@@ -155,4 +151,3 @@ def measure(
         stats=variant.stats(),
         explained=variant.explain(),
     )
-    return row, host_copies(workload)

@@ -104,9 +104,9 @@ def run_variant(name: str, options: argparse.Namespace, outcome: Outcome) -> "Ro
         cleared.callback(variant.detach)
         outcome.facts |= workload.facts | {"device": describe(device), name: variants.package_version(variant)}
         counts = {"steps": options.steps, "warmup": options.warmup}
-        row, grads = measure.measure(workload, variant, name, plain=outcome.plain, resident_before=resident, **counts)
+        row = measure.measure(workload, variant, name, plain=outcome.plain, resident_before=resident, **counts)
         if name == "plain":
-            outcome.plain = grads
+            outcome.plain = measure.host_copies(workload)
         if options.profile or options.picture:
             outcome.timelines.append(timeline.watch(workload, variant, name))
     return row

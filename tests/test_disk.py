@@ -77,7 +77,10 @@ def test_space_of_each_freed_blob_goes_back_while_others_stay(tier):
     assert torch.equal(load(tier, second), noise(MiB, NUM_THREADS))
 
 
-def test_space_goes_back_though_a_forked_child_holds_the_file_open(tier):
+@pytest.mark.parametrize("can_punch", [True, False])
+def test_space_goes_back_though_a_forked_child_holds_the_file_open(tier, monkeypatch, can_punch):
+    if not can_punch:
+        monkeypatch.setattr(disk_module._Segment, "punch", lambda *arguments: None)
     slot = tier.store(noise(MiB))
     slot.stored.wait()
     held_elsewhere = os.dup(slot.segment.fd)
@@ -234,9 +237,11 @@ def test_C31_bytes_still_to_be_written_are_not_free(tier, monkeypatch):
     gate, pwrite = threading.Event(), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *arguments: gate.wait() and pwrite(*arguments))
     slot = tier.store(noise(MiB))
-    with pytest.raises(TierFull):
-        tier.store(noise(1))
-    gate.set()
+    try:
+        with pytest.raises(TierFull):
+            tier.store(noise(1))
+    finally:
+        gate.set()
     slot.stored.wait()
     tier.store(noise(1)).stored.wait()
 
@@ -250,14 +255,16 @@ def test_C31_failed_write_is_raised_by_every_wait_and_its_space_is_given_back(ti
         source = noise(MiB)
         storage = weakref.ref(source.untyped_storage())
         slot = tier.store(source)
+        while not slot.stored.done():
+            time.sleep(0.001)
+        del source
+        assert storage() is None  # no traceback keeps it, though nobody has waited
         for _ in range(2):
             with pytest.raises(OSError, match="No space") as caught:
                 slot.stored.wait()
             assert caught.value.errno == errno.ENOSPC
         with pytest.raises(OSError, match="No space"):
             load(tier, slot)
-        del source
-        assert storage() is None  # no traceback keeps it
     tier.free(slot)
     assert (tier.used_bytes, tier.num_files) == (0, 0)
     slot = tier.store(noise(MiB))
@@ -273,6 +280,19 @@ def test_no_more_descriptors_leave_the_tier_as_it_was(tier, monkeypatch):
         with pytest.raises(OSError, match="Too many open files"):
             tier.store(noise(10))
     assert (tier.used_bytes, tier.num_files, tier.peak_bytes) == (0, 0, 0)
+
+
+def test_source_is_let_go_before_anybody_is_told(tier, monkeypatch):
+    gate, pwrite, end_copy, gone = threading.Event(), os.pwrite, Disk._end_copy, []
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: gate.wait() and pwrite(*arguments))
+    monkeypatch.setattr(Disk, "_end_copy", lambda tier, slot: (gone.append(storage() is None), end_copy(tier, slot)))
+    source = noise(MiB)
+    storage = weakref.ref(source.untyped_storage())
+    slot = tier.store(source)
+    del source
+    gate.set()
+    slot.stored.wait()
+    assert gone == [True]
 
 
 def test_short_writes_and_reads_are_continued(tier, monkeypatch):

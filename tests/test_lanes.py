@@ -129,12 +129,14 @@ def test_a_lane_keeps_both_ends_until_the_copy_has_ended(monkeypatch):
     device = SimulatedDevice(monkeypatch)
     source, target = torch.ones(128, dtype=torch.uint8), torch.zeros(128, dtype=torch.uint8)
     ends = weakref.ref(source), weakref.ref(target)
-    device.lanes.d2h.copy(target, source).order()
+    transfer = device.lanes.d2h.copy(target, source)
+    transfer.order()
     del source, target
     device.lanes.d2h.prune()
     assert all(end() is not None for end in ends)
     device.run()
     device.lanes.d2h.prune()
+    assert transfer.done()
     assert all(end() is None for end in ends)
 
 

@@ -476,15 +476,15 @@ class CollectsAlways(RecordingTier):
     """Runs the garbage collector within every call, so that finalizers run inside the engine's lock, and on the tier's."""
 
     def store(self, source):
-        gc.collect()
+        gc.collect(1)
         return super().store(source)
 
     def load(self, slot, target):
-        gc.collect()
+        gc.collect(1)
         return super().load(slot, target)
 
     def free(self, slot):
-        gc.collect()
+        gc.collect(1)
         super().free(slot)
 
 

@@ -104,3 +104,9 @@ def settle_collective(tensor: Tensor) -> Tensor:
     """Return a functional collective's result, waited for. Public replacement: a public base class of ``AsyncCollectiveTensor``."""
     wait = getattr(tensor, "trigger_wait", None)
     return wait() if wait is not None else tensor
+
+
+def empty_host_cache() -> None:
+    """Give cached pinned memory back to the system. Public replacement: ``torch.accelerator.empty_host_cache``, where torch has it."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+    empty()

@@ -38,6 +38,7 @@ from backhaul.demo_model import ByteModel
 _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**17),  # bytes; setting it also stops glibc from raising it ([Note: Honest memory])
     "MALLOC_TRIM_THRESHOLD_": str(2**17),
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads of a CPU kernel that spin for their next one starve those that copy, and every other process
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is deterministic only with a workspace of fixed size
 }
 _SAMPLE_EVERY_S = 0.002
@@ -200,7 +201,7 @@ def _batches(config: Config) -> Iterator[Tensor]:
 def _digest(tensor: Tensor | None) -> str:
     """Hash the bits of a tensor."""
     assert tensor is not None
-    return hashlib.sha256(tensor.detach().flatten().view(torch.uint8).cpu().numpy()).hexdigest()
+    return hashlib.sha256(tensor.detach().flatten().view(torch.uint8).cpu().numpy().data).hexdigest()
 
 
 def _peak_saved_bytes(model: nn.Module, batch: Tensor) -> int:

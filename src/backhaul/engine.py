@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at o
 NOTHING = contextlib.nullcontext()
 
 
+@dataclass
+class OpenFrame:
+    """A frame that is not over."""
+
+    frame: "weakref.ref[Frame]"
+    blobs: set[int] = field(default_factory=set)  # those alive; a garbage collection may end them after their frame
+
+
 class Engine:
     """The saved-tensor hooks of one handle."""
 
@@ -53,7 +62,7 @@ class Engine:
         self.stations: dict[torch.device, Station] = {}
         self.table: dict[int, weakref.ref[Blob]] = {}  # by id of the storage; a blob knows whether it is really its own
         self.blobs: dict[int, tuple[weakref.ref[Blob], Station]] = {}
-        self.frames: dict[int, weakref.ref[Frame]] = {}
+        self.frames: dict[int, OpenFrame] = {}
         self.owned = Storages()
         self.futile: Counter[Any] = Counter()
         self.nums = itertools.count()
@@ -93,7 +102,7 @@ class Engine:
                 self._check_budget()
             self._measure()
             frame = Frame(next(self.nums), self.grave)
-            self.frames[frame.num] = weakref.ref(frame)
+            self.frames[frame.num] = OpenFrame(weakref.ref(frame))
             for station in self.stations.values():
                 station.flow.open_frame(frame.num)
             return frame, Scope(frame, fqn, module)
@@ -190,11 +199,12 @@ class Engine:
         if not reason and tensor.numel() * tensor.element_size() * SLICE < num_bytes:
             reason = "slice"
         station = self._station(tensor.device)
-        blob = Blob(next(self.nums), storage, frame, scope.next_key(), self.grave)
+        blob = Blob(next(self.nums), storage, frame, scope.next_key(), self.tier, self.grave)
         blob.reason = reason
         reference = weakref.ref(blob)
         self.table[id(storage)] = reference
         self.blobs[blob.num] = (reference, station)
+        self.frames[frame.num].blobs.add(blob.num)
         self.tally.saved(blob.key.fqn, num_bytes, reason)
         if reason in ("small", "empty"):
             station.fix(num_bytes)
@@ -245,8 +255,8 @@ class Engine:
         here = self.here
         if here.frame is not None and here.scope is not None:
             return here.frame, here.scope
-        for reference in reversed(self.frames.values()):
-            if (frame := reference()) is not None:
+        for opened in reversed(self.frames.values()):
+            if (frame := opened.frame()) is not None:
                 return frame, Scope(frame, "backward", None)
         return self.begin_frame("backward", None)
 
@@ -443,28 +453,34 @@ class Engine:
 
     def _bury(self, dead: Dead) -> None:
         entry = self.blobs.pop(dead.num, None)
-        if entry is None:
-            return
-        reference, station = entry
-        for address in dead.addresses:
-            if self.table.get(address) is reference:
-                del self.table[address]
-        if dead.slot is not None:
-            self.tier.free(dead.slot)
-        if dead.fixed_bytes:
-            station.fix(-dead.fixed_bytes)
-        if dead.storage is not None:
-            station.hold(dead.storage)
-        station.flow.dropped(dead.num)
+        if entry is not None:
+            reference, station = entry
+            for address in dead.addresses:
+                if self.table.get(address) is reference:
+                    del self.table[address]
+            if dead.fixed_bytes:
+                station.fix(-dead.fixed_bytes)
+            if dead.storage is not None:
+                station.hold(dead.storage)
+            station.flow.dropped(dead.num)
+        opened = self.frames.get(dead.frame)
+        if opened is not None:
+            opened.blobs.discard(dead.num)
+            self._end_frame(dead.frame)
 
     def _end_frame(self, num: int) -> None:
-        self.frames.pop(num, None)
+        """Close a frame if nothing of it is alive."""
+        opened = self.frames.get(num)
+        if opened is None or opened.blobs or opened.frame() is not None:
+            return
+        del self.frames[num]
         if not self.frames:
             self._measure()
         for station in self.stations.values():
+            num_steps = station.flow.num_steps
             station.flow.close_frame(num)
             if not self.frames:
-                station.timeline.end_step()
+                station.timeline.end_step(learned=station.flow.num_steps > num_steps)
 
     def _measure(self) -> None:
         """Tell flow.py how fast the tier is, and when the device reached each event of the last step, as far as that is known."""

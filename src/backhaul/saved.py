@@ -7,7 +7,7 @@ Does not cover: when bytes move (flow.py), or who starts the copies (engine.py).
 Autograd holds a promise, a ``Saved`` holds its ``Blob``, a ``Blob`` holds the device memory (through its views' aliases, or the buffer it
 was reloaded into), its slot in a tier, and its frame. Nobody else holds any of them for longer than a call: the engine has weak references,
 a lane holds both ends of a copy until it has ended. So whatever autograd drops is gone at once. ``__del__`` runs on any thread and at any
-moment, so it only appends to ``grave``.
+moment, so it only appends to ``grave``, and hands the slot to ``Tier.free``, which does no more.
 
 [Note: Versions]
 A detached alias shares the version counter of the tensor it was made from. With hooks active autograd no longer compares versions; the
@@ -28,7 +28,7 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul.scopes import Frame, Key
-from backhaul.tiers.base import Slot, Transfer
+from backhaul.tiers.base import Slot, Tier, Transfer
 
 
 class Layout(NamedTuple):
@@ -103,7 +103,7 @@ class Dead(NamedTuple):
     """What is left to tidy up after a blob."""
 
     num: int
-    slot: Slot | None
+    frame: int
     addresses: tuple[int, ...]
     fixed_bytes: int  # counted as resident bytes that cannot move
     storage: UntypedStorage | None  # kept only where more than one stream may still read it
@@ -114,13 +114,14 @@ class Blob:
 
     __slots__ = (
         "__weakref__", "addresses", "frame", "grave", "home", "incoming", "key", "num", "num_bytes", "outlives",
-        "reason", "released", "slot", "stored", "stream", "views",
+        "reason", "released", "slot", "stored", "stream", "tier", "views",
     )  # fmt: skip
 
-    def __init__(self, num: int, storage: UntypedStorage, frame: Frame, key: Key, grave: "deque[Dead | int]") -> None:
+    def __init__(self, num: int, storage: UntypedStorage, frame: Frame, key: Key, tier: Tier, grave: "deque[Dead | int]") -> None:
         self.num = num
         self.frame = frame
         self.key = key
+        self.tier = tier
         self.grave = grave
         self.num_bytes = storage.nbytes()
         self.home = weakref.ref(storage)  # what the views look at now, or looked at last
@@ -177,7 +178,9 @@ class Blob:
 
     def __del__(self) -> None:
         storage = self.home() if self.outlives and not self.released else None
-        self.grave.append(Dead(self.num, self.slot, self.addresses, self.num_bytes if self.reason else 0, storage))
+        if self.slot is not None:
+            self.tier.free(self.slot)
+        self.grave.append(Dead(self.num, self.frame.num, self.addresses, self.num_bytes if self.reason else 0, storage))
 
 
 Bring = Callable[[Blob], None]

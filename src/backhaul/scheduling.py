@@ -151,7 +151,7 @@ class _Table:
             total = sum(step.sizes[item] for _, item in items)
             longer = 0
             for _, item in sorted(items):
-                self.depth[item] = longer / total
+                self.depth[item] = longer / (total or 1)
                 longer += step.sizes[item]
 
 
@@ -221,7 +221,9 @@ class _Play:
             if self.slip > limit:
                 return Schedule(self.decisions, self.at, self.slip, math.inf)
             wire.advance(wire.now + gaps[position])
-        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * (wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms))
+        return Schedule(
+            self.decisions, self.at, self.slip, self.slip + COPY_COST * (wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms)
+        )
 
     def _arrive(self, item: int) -> None:
         self.resident[item] = True

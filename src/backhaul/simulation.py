@@ -39,8 +39,8 @@ Event = Save | Need
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedStep:
-    """What a step cost."""
+class Playback:
+    """What it cost to play some events."""
 
     compute_ms: float
     stall_ms: float
@@ -55,8 +55,8 @@ class SimulatedStep:
         return self.stall_ms / self.compute_ms if self.compute_ms else 0.0
 
 
-def simulate(flow: Flow, events: Iterable[Event], *, link: Link | None = None, timed: bool = True) -> SimulatedStep:
-    """Play one step and return what it cost; with ``timed``, flow is told the times afterwards, as an engine would.
+def simulate(flow: Flow, events: Iterable[Event], *, link: Link | None = None, timed: bool = True) -> Playback:
+    """Play one or more steps and return what they cost; with ``timed``, flow is told the times of each as it ends, as an engine would.
 
     Args:
         flow: carries what it has learned from one call to the next.
@@ -84,7 +84,12 @@ def simulate(flow: Flow, events: Iterable[Event], *, link: Link | None = None, t
             num_left[event.frame] -= 1
             if not num_left[event.frame]:
                 flow.close_frame(event.frame)
+                opened.remove(event.frame)
         ended.clear()
+        if not opened and times:
+            if timed:
+                flow.times(times)
+            times.clear()
 
     for position, event in enumerate(events):
         if isinstance(event, Save):
@@ -112,10 +117,8 @@ def simulate(flow: Flow, events: Iterable[Event], *, link: Link | None = None, t
         if last[name] == position:
             ended.append(event)
     drop_ended()
-    if timed and times:
-        flow.times(times)
     compute_ms = sum(event.compute_ms for event in events)
-    return SimulatedStep(
+    return Playback(
         compute_ms=compute_ms,
         stall_ms=wire.now - compute_ms,
         out_bytes=wire.bytes_out,

@@ -75,8 +75,9 @@ class Timeline:
     def mark(self) -> None:
         self.stamps.append(self.clock.stamp())
 
-    def end_step(self) -> None:
-        self._ended, self.stamps = self.stamps, []
+    def end_step(self, *, learned: bool) -> None:
+        """Keep the stamps to be told, if the step is one to learn from."""
+        self._ended, self.stamps = self.stamps if learned else [], []
 
     def finished(self) -> Sequence[float] | None:
         """Return, once, the milliseconds from the first mark of the last step to each of its marks, if all have been reached."""

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from backhaul.tiers import host, numa, slabs
-from backhaul.tiers.host import PinnedHost, release_host_memory
+from backhaul.tiers.host import release_host_memory
 from backhaul.tiers.pools import pool_stream
+from tests.gpu.tracked_host import TrackedHost
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: it registers memory with it")]
 
 GIB = 2**30
+NUM_IN_FLIGHT = 30
 MIB = 2**20
 
 
@@ -26,14 +28,12 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[PinnedHost]:
+def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrackedHost]:
     monkeypatch.setattr(host, "_warned", False)
-    torch.cuda.synchronize()
-    release_host_memory()
-    tier = PinnedHost(capacity="8GiB")
+    tier = TrackedHost(capacity="8GiB")
+    tier.empty()
     yield tier
-    torch.cuda.synchronize()
-    release_host_memory()
+    tier.empty()
 
 
 def pattern(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -93,9 +93,9 @@ def test_changing_sizes_lock_nothing_after_a_while(tier, device, monkeypatch):
     before = num_mappings()
     for step in range(200):
         in_flight = []
-        for _ in range(20):
+        for _ in range(NUM_IN_FLIGHT + 10):
             in_flight.append(tier.store(source[: rng.randrange(8 * MIB, 128 * MIB)]))
-            if len(in_flight) > 12:
+            if len(in_flight) > NUM_IN_FLIGHT:
                 slot = in_flight.pop(0)
                 tier.load(slot, source[: slot.num_bytes]).wait()
                 tier.free(slot)

@@ -133,10 +133,12 @@ class Lane:
                 if not transfer.done():
                     break
                 ended.append(transfer)
+            ends = [transfer._ends for transfer in ended]
             for transfer in ended:
+                transfer._ends = None  # a slot may keep its transfer for long
                 del self._in_flight[transfer.number]
                 self._measure(transfer)
-        # `ended` holds the tensors until here: they die outside the lock.
+        del ends  # tensors die outside the lock
 
     def _next_stream(self) -> torch.Stream:
         stream = self._streams[self._num_chunks % 2]

@@ -1,0 +1,523 @@
+"""Random training steps as plain data, and the claim that managing them changes no bit.
+
+Covers: what a random program is (``Program``), running it plain and managed, comparing every gradient.
+Does not cover: any one feature; the tests named after it do.
+
+A program is a list of instructions on a growing list of tensors. An instruction is a name and three small numbers: which tensors it takes,
+counted modulo how many there are, and a choice. So any numbers make a program, and what hypothesis shrinks a failure to can be read.
+
+    python -m tests.random_graphs 50000
+"""
+
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import backhaul as bh
+from backhaul.testing import RecordingTier, same_bits
+from backhaul.tiers.base import TierFull
+
+NUM_STEPS = 3  # the first is learned from, the second follows it, and after two futile copies a key is left alone
+
+# Custom Functions
+
+
+class SavesAll(torch.autograd.Function):
+    """Saves an input, an intermediate, its output and a mask; reads them twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        half, mask = x * 0.5, x.abs() > 0.5
+        y = half * x
+        ctx.save_for_backward(x, half, mask, y, None, x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, half, mask, y, nothing, again = ctx.saved_tensors
+        assert nothing is None
+        twice = ctx.saved_tensors
+        return gradient * (x + half + again + mask * y + twice[1] * twice[3]).conj()
+
+
+class SavesOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * x
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * y
+
+
+class WritesSaved(torch.autograd.Function):
+    """Uses the memory of what it saved once more, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        result = gradient * x
+        if not torch.is_grad_enabled():
+            x.mul_(3)
+        return result
+
+
+# Instructions: (the list of tensors, two tensors of it, a choice) -> new tensors, or None
+
+
+def fit(b: Tensor, a: Tensor) -> Tensor:
+    """Return ``b`` where it goes with ``a``, else its mean."""
+    if b.shape == a.shape:
+        return b
+    b = b if b.is_floating_point() or b.is_complex() else b.float()
+    return b.mean() if b.numel() else b.sum()
+
+
+def numeric(a: Tensor) -> Tensor:
+    return a if a.is_floating_point() or a.is_complex() else a.float()
+
+
+def real(a: Tensor) -> Tensor:
+    return torch.view_as_real(a).sum(-1) if a.is_complex() else numeric(a)
+
+
+def small(a: Tensor) -> Tensor:
+    """Bound the values, so that programs do not run off to infinity."""
+    return torch.tanh(a) if a.abs().sum() > 1e4 else a
+
+
+def chunked(a: Tensor, n: int) -> list[Tensor]:
+    return list(a.chunk(2, dim=0)) if a.dim() else [a]
+
+
+def written(a: Tensor, write: Callable[[Tensor], object]) -> None:
+    write(a)
+
+
+def written_unseen(a: Tensor, write: Callable[[Tensor], object]) -> None:
+    with torch.no_grad():
+        write(a)
+
+
+DTYPES = (torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float32, torch.float8_e4m3fn)
+
+MAKE: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
+    "sin": lambda a, b, n: numeric(a).sin(),
+    "exp": lambda a, b, n: small(numeric(a)).exp(),
+    "sigmoid": lambda a, b, n: real(a).sigmoid(),
+    "tanh": lambda a, b, n: numeric(a).tanh(),
+    "softmax": lambda a, b, n: real(a).softmax(-1) if a.dim() else a,
+    "relu": lambda a, b, n: real(a).relu(),
+    "square": lambda a, b, n: small(numeric(a)) ** 2,
+    "norm": lambda a, b, n: F.layer_norm(real(a), real(a).shape[-1:]) if a.dim() and a.numel() else a,
+    "prod": lambda a, b, n: small(real(a)).prod(),
+    "mul": lambda a, b, n: small(numeric(a)) * fit(b, a),
+    "div": lambda a, b, n: numeric(a) / (2 + fit(b, a) * fit(b, a)),
+    "mul_self": lambda a, b, n: small(numeric(a)) * a,
+    "add": lambda a, b, n: a + fit(b, a),
+    "where": lambda a, b, n: torch.where(real(a) > 0, numeric(a), fit(numeric(b), a).to(numeric(a).dtype)),
+    "matmul": lambda a, b, n: real(a).reshape(-1, 1).float() @ real(b).reshape(1, -1).float()[:, :3],
+    "linear": lambda a, b, n: real(a).float().reshape(-1)[:4] @ real(b).float().reshape(-1)[:4] if min(a.numel(), b.numel()) >= 4 else a,
+    "cat": lambda a, b, n: torch.cat([a.reshape(-1), b.reshape(-1).to(a.dtype)]),
+    "stack": lambda a, b, n: torch.stack([numeric(a), fit(numeric(b), a).to(numeric(a).dtype).expand_as(a)]),
+    "transpose": lambda a, b, n: a.transpose(0, -1) if a.dim() else a,
+    "permute": lambda a, b, n: a.permute(*range(1, a.dim()), 0) if a.dim() else a,
+    "flatten": lambda a, b, n: a.reshape(-1),
+    "unsqueeze": lambda a, b, n: a.unsqueeze(0),
+    "expand": lambda a, b, n: a.unsqueeze(0).expand(n + 2, *a.shape),
+    "slice": lambda a, b, n: a[..., n % 2 :: 2] if a.dim() else a,
+    "narrow": lambda a, b, n: a.reshape(-1)[n : n + 1],
+    "select": lambda a, b, n: a.select(-1, n % a.shape[-1]) if a.dim() and a.shape[-1] else a,
+    "empty": lambda a, b, n: a[..., :0] if a.dim() else a,
+    "diagonal": lambda a, b, n: a.diagonal() if a.dim() >= 2 else a,
+    "unfold": lambda a, b, n: a.reshape(-1).unfold(0, 2, 1) if a.numel() >= 2 else a,
+    "chunk": lambda a, b, n: chunked(a, n),
+    "conj": lambda a, b, n: a.conj(),
+    "complex": lambda a, b, n: torch.view_as_complex(torch.stack([real(a).float(), real(a).float()], -1)),
+    "imag": lambda a, b, n: a.conj().imag if a.is_complex() else a,
+    "real": lambda a, b, n: a.real,
+    "to": lambda a, b, n: (real(a) if n != 3 else a).to(DTYPES[n]),
+    "index": lambda a, b, n: a.reshape(-1)[torch.arange(a.numel() - 1, -1, -2)],
+    "masked": lambda a, b, n: a.masked_fill(real(a) > 0, 0),
+    "gather": lambda a, b, n: real(a).sort(-1)[0] if a.dim() else a,
+    "max": lambda a, b, n: real(a).max(-1)[0] if a.dim() and a.shape[-1] else a,
+    "dropout": lambda a, b, n: F.dropout(real(a), 0.5),
+    "clone": lambda a, b, n: a.clone(),
+    "mean": lambda a, b, n: numeric(a).mean(0) if a.dim() and a.shape[0] else a,
+    "detach": lambda a, b, n: a.detach(),
+    "leaf": lambda a, b, n: numeric(a.detach()).requires_grad_(),
+    "bool": lambda a, b, n: real(a) > 0,
+    "saves_all": lambda a, b, n: SavesAll.apply(small(numeric(a))),
+    "saves_output": lambda a, b, n: SavesOutput.apply(small(numeric(a))),
+    "writes_saved": lambda a, b, n: WritesSaved.apply(small(numeric(a))),
+    "checkpoint": lambda a, b, n: checkpoint(lambda x, y: (x.sin() * y).tanh(), real(a), fit(real(b), a), use_reentrant=False),
+    "no_grad": lambda a, b, n: torch.no_grad()(lambda: numeric(a) * 2)(),
+}
+
+WRITE: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
+    "mul_": lambda a, b, n: written(a, lambda a: a.mul_(0.5)),
+    "relu_": lambda a, b, n: written(a, lambda a: a.relu_()),
+    "exp_": lambda a, b, n: written(a, lambda a: a.tanh_()),
+    "add_": lambda a, b, n: written(a, lambda a: a.add_(fit(b, a))),
+    "mul_by_": lambda a, b, n: written(a, lambda a: a.mul_(fit(b, a))),
+    "fill_part_": lambda a, b, n: written(a, lambda a: a[..., : n + 1].fill_(0.25)),
+    "copy_part_": lambda a, b, n: written(a, lambda a: a.select(0, 0).copy_(fit(b, a.select(0, 0)))),
+    "unseen_mul_": lambda a, b, n: written_unseen(a, lambda a: a.mul_(0.75)),
+    "unseen_part_": lambda a, b, n: written_unseen(a, lambda a: a[..., : n + 1].neg_()),
+    "alias_add_": lambda a, b, n: written(a, lambda a: a.detach().add_(0.5)),
+}
+
+DROP = "drop"
+NAMES = (*MAKE, *MAKE, *WRITE, DROP)  # writes make programs that plain autograd refuses; most should run
+
+Instruction = tuple[str, int, int, int]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step, and how it is managed."""
+
+    blocks: tuple[tuple[Instruction, ...], ...]  # each a module of its own
+    shape: tuple[int, ...] = (4, 3)
+    num_outputs: int = 1
+    num_frames: int = 1
+    backward: str = "sum"  # how the outputs are taken back; see `backwards`
+    late_writes: tuple[Instruction, ...] = ()  # after the forward, before backward
+    budget: int | None = 0
+    min_bytes: int = 0
+    capacity: int | None = None
+    faults: tuple[tuple[str, int], ...] = ()  # (which copy fails, its number)
+    deferred: bool = True
+
+    def __str__(self) -> str:
+        how = ", ".join(f"{name}={getattr(self, name)}" for name in self.__dataclass_fields__ if name not in ("blocks", "late_writes"))
+        lines = [
+            f"leaves: x {self.shape}, y (3,) float64, z (2, 4) complex64, parameter, parameter.t(), parameter's bf16 cast, buffer; {how}"
+        ]
+        for number, block in enumerate(self.blocks):
+            lines += [f"block {number}:"] + [f"    {name}(v[{a}], v[{b}], {n})" for name, a, b, n in block]
+        lines += ["late:"] + [f"    {name}(v[{a}], v[{b}], {n})" for name, a, b, n in self.late_writes] if self.late_writes else []
+        return "\n".join(lines)
+
+
+def perform(values: list[Tensor], instruction: Instruction) -> str:
+    """Carry an instruction out on the list; return what came of it, since plain and managed must agree on that, too."""
+    name, first, second, choice = instruction
+    a, b = values[-1 - first % len(values)], values[-1 - second % len(values)]
+    if name == DROP:
+        if len(values) > 1:
+            del values[-1 - first % len(values)]
+        return "ok"
+    try:
+        made = (MAKE.get(name) or WRITE[name])(a, b, choice)
+    except (RuntimeError, NotImplementedError, IndexError, TypeError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    values.extend(made if isinstance(made, list) else [] if made is None else [made])
+    return "ok"
+
+
+class Block(nn.Module):
+    def __init__(self, instructions: tuple[Instruction, ...]) -> None:
+        super().__init__()
+        self.instructions = instructions
+
+    def forward(self, values: list[Tensor], log: list[str]) -> None:
+        for instruction in self.instructions:
+            log.append(perform(values, instruction))
+
+
+class Model(nn.Module):
+    """Runs a program."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.blocks = nn.ModuleList(Block(block) for block in program.blocks)
+        self.weight = nn.Parameter(torch.randn(program.shape, generator=generator))
+        self.register_buffer("buffer", torch.randn(program.shape, generator=generator))
+        self.num_outputs = program.num_outputs
+
+    def forward(self, leaves: list[Tensor], log: list[str], values: list[Tensor]) -> list[Tensor]:
+        values += [
+            *leaves,
+            self.weight.t() if self.weight.dim() == 2 else self.weight,
+            self.weight.to(torch.bfloat16),
+            self.buffer,
+            self.weight,
+        ]
+        for leaf in leaves:
+            values.append(leaf * 1)  # one that may be written in place
+        for block in self.blocks:
+            block(values, log)
+        wanted = [value for value in values if value.requires_grad and value.numel()]
+        return wanted[-self.num_outputs :]
+
+
+def leaves_of(program: Program, step: int, frame: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + frame)
+    x = torch.randn(program.shape, generator=generator)
+    y = torch.randn(3, generator=generator, dtype=torch.float64)
+    z = torch.randn(2, 4, generator=generator, dtype=torch.complex64)
+    return [leaf.requires_grad_() for leaf in (x, y, z)]
+
+
+def loss_of(output: Tensor) -> Tensor:
+    output = output.float() if output.dtype in (torch.float8_e4m3fn, torch.float16, torch.bfloat16) else output
+    return (torch.view_as_real(output) if output.is_complex() else output).double().sum()
+
+
+Outcome = list[Tensor | None] | BaseException
+
+
+def gradients(outputs: list[Tensor], inputs: list[Tensor], **options: bool) -> Outcome:
+    try:
+        losses = [loss_of(output) for output in outputs]
+        return list(torch.autograd.grad(sum(losses[1:], losses[0]), inputs, allow_unused=True, **options))
+    except (RuntimeError, OSError) as error:
+        error.__traceback__ = None
+        return error
+
+
+def backwards(how: str, outputs: list[Tensor], inputs: list[Tensor]) -> Iterator[Outcome]:
+    """Take the outputs back in one of several ways."""
+    if how == "sum":
+        yield gradients(outputs, inputs)
+    elif how == "each":
+        for number, output in enumerate(outputs):
+            yield gradients([output], inputs, retain_graph=number < len(outputs) - 1)
+    elif how == "backwards":  # the outputs in the other order, each twice
+        for output in reversed(outputs):
+            yield gradients([output], inputs, retain_graph=True)
+            yield gradients([output], inputs, retain_graph=True)
+    elif how == "twice":
+        yield gradients(outputs, inputs, retain_graph=True)
+        yield gradients(outputs, inputs)
+        yield gradients(outputs, inputs)  # the graph is gone
+    elif how == "penalty":
+        first = gradients(outputs, inputs, create_graph=True)
+        yield first
+        if not isinstance(first, BaseException):
+            again = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
+            if again:
+                yield gradients(again, inputs)
+    elif how == "some":
+        yield gradients(outputs[:1], inputs[:1])
+    else:
+        assert how == "none"
+
+
+BACKWARDS = ("sum", "each", "backwards", "twice", "penalty", "some", "none")
+
+
+def train(program: Program, model: nn.Module) -> Iterator[tuple[list[str], list[Outcome]]]:
+    """Run the program's steps; yield, for each, what its instructions did and what its backwards gave."""
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(program.shape, generator=torch.Generator().manual_seed(2)))
+    for step in range(NUM_STEPS):
+        log: list[str] = []
+        results: list[Outcome] = []
+        frames = []
+        for frame in range(program.num_frames):
+            torch.manual_seed(frame)
+            leaves, values = leaves_of(program, step, frame), []
+            frames.append(([*leaves, model.weight], model(leaves, log, values)))
+            for instruction in program.late_writes:
+                log.append(perform(values, instruction))
+            del values
+        for inputs, outputs in reversed(frames) if program.num_frames == 2 else frames:
+            if outputs:
+                results += backwards(program.backward, outputs, inputs)
+        del frames, inputs, outputs, leaves
+        yield log, [[None if g is None else g.detach().clone() for g in r] if isinstance(r, list) else r for r in results]
+        with torch.no_grad():
+            model.weight.mul_(0.9)
+
+
+class Fault:
+    """Fails one copy of a kind, each time with an exception of its own: one that is kept would keep what its traceback holds."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        self.kind, self.number = kind, number
+
+    def __call__(self, number: int) -> Exception | None:
+        if number != self.number:
+            return None
+        return TierFull("no room") if self.kind == "store" else OSError("bad disk")
+
+
+def tier_of(program: Program) -> RecordingTier:
+    faults = {f"fail_{kind}": Fault(kind, number) for kind, number in program.faults}
+    return RecordingTier(deferred=program.deferred, capacity=program.capacity, **faults)
+
+
+def described(outcome: Outcome) -> str:
+    return (
+        f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else "\n".join(str(gradient) for gradient in outcome)
+    )
+
+
+def equal(a: Outcome, b: Outcome) -> bool:
+    return (
+        isinstance(a, list)
+        and isinstance(b, list)
+        and len(a) == len(b)
+        and all((x is None and y is None) or (x is not None and y is not None and same_bits(x, y)) for x, y in zip(a, b, strict=True))
+    )
+
+
+def acceptable(managed: Outcome, plain: Outcome, forward: Outcome, *, may_fail: bool) -> bool:
+    """Say whether the managed outcome is plain autograd's, or, where that one refuses, a refusal or what the forward's values give."""
+    if may_fail and isinstance(managed, OSError):
+        return True
+    if isinstance(plain, list):
+        return equal(managed, plain)
+    if isinstance(managed, BaseException):
+        return type(managed) is type(plain) and str(managed).split("[")[0] == str(plain).split("[")[0]
+    return "modified by an inplace operation" in str(plain) and equal(managed, forward)
+
+
+@dataclass
+class Count:
+    """What a run of many programs has covered."""
+
+    num_programs: int = 0
+    num_moving: int = 0  # in which bytes left the device
+    num_refused: int = 0  # in which plain autograd refused a backward
+    num_gradients: int = 0
+
+
+def check(program: Program, count: Count) -> None:
+    """Assert that managing the program changes nothing but memory."""
+    expected = list(train(program, Model(program)))
+    refused = any(isinstance(outcome, BaseException) for _, results in expected for outcome in results)
+    if refused:
+        with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor.clone()):
+            forward = list(train(program, Model(program)))
+    else:
+        forward = expected
+    model, tier = Model(program), tier_of(program)
+    may_fail = any(kind == "load" for kind, _ in program.faults)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        handle = bh.offload(model, activation_budget=program.budget, tier=tier, min_bytes=program.min_bytes)
+        steps = train(program, model)
+        for step in range(NUM_STEPS):
+            try:
+                log, results = next(steps)
+            except ValueError as error:
+                if "is below the" in str(error) and program.budget:
+                    break  # what cannot move is more than the budget
+                raise
+            assert log == expected[step][0], f"step {step}: instructions went otherwise:\n{log}\nexpected\n{expected[step][0]}"
+            plain, values = expected[step][1], forward[step][1]
+            count.num_gradients += len(results)
+            for number, managed in enumerate(results):
+                reference = values[number] if number < len(values) else values[-1]
+                assert number < len(plain) or isinstance(managed, list)
+                if number < len(plain):
+                    assert acceptable(managed, plain[number], reference, may_fail=may_fail), (
+                        f"step {step}, backward {number}: got\n{described(managed)}\nplain autograd gives\n{described(plain[number])}\n"
+                        f"with the forward's values\n{described(reference)}"
+                    )
+            assert len(results) == len(plain) or may_fail or refused
+            log = results = plain = values = managed = reference = None
+    steps.close()
+    stats = handle.stats
+    handle.remove()
+    if refused or may_fail or "checkpoint" in str(program.blocks):
+        gc.collect(0)
+    assert_nothing_left(handle, tier)
+    assert stats.saved_bytes == stats.kept_bytes + stats.offloaded_bytes
+    count.num_programs += 1
+    count.num_moving += bool(stats.offloaded_bytes)
+    count.num_refused += refused
+
+
+def assert_nothing_left(handle: bh.Handle, tier: RecordingTier) -> None:
+    if handle.stats.resident_bytes or tier.used_bytes:
+        gc.collect()
+    assert handle.stats.resident_bytes == 0
+    assert tier.used_bytes == 0
+
+
+# Programs as hypothesis makes them
+
+numbers = st.integers(0, 11)
+choices = st.integers(0, 5)
+faults = st.tuples(st.sampled_from(["store", "write", "load"]), st.integers(0, 8))
+
+
+def instructions(names: Sequence[str], *, min_size: int, max_size: int) -> st.SearchStrategy[tuple[Instruction, ...]]:
+    return st.lists(st.tuples(st.sampled_from(names), numbers, numbers, choices), min_size=min_size, max_size=max_size).map(tuple)
+
+
+def often_empty(strategy: st.SearchStrategy[tuple[Any, ...]]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.one_of(st.just(()), st.just(()), strategy)
+
+
+programs = st.builds(
+    Program,
+    blocks=st.lists(instructions(NAMES, min_size=1, max_size=12), min_size=1, max_size=3).map(tuple),
+    shape=st.sampled_from([(4, 3), (6,), (2, 3, 4), (16, 17), (0, 3)]),
+    num_outputs=st.integers(1, 3),
+    num_frames=st.integers(1, 3),
+    backward=st.sampled_from(BACKWARDS),
+    late_writes=often_empty(instructions(tuple(WRITE), min_size=0, max_size=2)),
+    budget=st.sampled_from([0, 0, None, 1 << 30, 512, 2048]),
+    min_bytes=st.sampled_from([0, 0, 0, 64, 200]),
+    capacity=st.sampled_from([None, None, None, 1024, 100]),
+    faults=often_empty(st.lists(faults, max_size=2, unique_by=lambda fault: fault[0]).map(tuple)),
+    deferred=st.sampled_from([True, True, True, False]),
+)
+
+
+def check_many(num_programs: int, *, derandomize: bool) -> Count:
+    """Check so many different programs; raise for the smallest that fails."""
+    count = Count()
+
+    @settings(
+        max_examples=num_programs,
+        derandomize=derandomize,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(programs)
+    def every_program(program: Program) -> None:
+        note(str(program))
+        check(program, count)
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # so that a collection looks at the program's objects alone
+    try:
+        every_program()
+    finally:
+        gc.unfreeze()
+    return count
+
+
+if __name__ == "__main__":
+    begin = time.perf_counter()
+    print(check_many(int(sys.argv[1]) if len(sys.argv) > 1 else 2000, derandomize=False), f"in {time.perf_counter() - begin:.0f} s")
