@@ -184,6 +184,7 @@ class TestWherePagesCannotBeLocked:
             refuse(address, num_bytes, device)
 
         monkeypatch.setattr(slabs, "register", count_and_refuse)
+        monkeypatch.setattr(host, "SLAB_BYTES", 4 * MIB)
         tier = PinnedHost(capacity="8MiB")
         with pytest.warns(RuntimeWarning, match="pinned"):
             slots = [tier.store(pattern(3 * MIB)) for _ in range(2)]

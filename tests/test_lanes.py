@@ -190,6 +190,8 @@ def test_a_lane_outlives_a_copy_that_failed_midway(monkeypatch):
         with pytest.raises(RuntimeError, match="device says no"):
             tier.store(torch.full((200,), 6, dtype=torch.uint8))
     assert tier.used_bytes == 0
+    device.lanes.d2h.prune()
+    assert device.lanes.d2h.transfer(1) is not None  # the first chunk is still queued, and needs both ends
     slot = tier.store(good)
     target = torch.zeros(200, dtype=torch.uint8)
     tier.load(slot, target)

@@ -301,9 +301,11 @@ class Engine:
         return Kept(tensor)
 
     def _take_apart(self, tensor: Tensor) -> Promise:
-        names, context = tensor.detach().__tensor_flatten__()  # type: ignore[attr-defined]
         bare = tensor.detach()
-        return Parts(tensor, {name: self._promise(getattr(bare, name)) for name in names}, context)
+        names, context = bare.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: getattr(bare, name) for name in names}
+        promises = {name: self._promise(part) for name, part in inner.items() if isinstance(part, Tensor)}
+        return Parts(tensor, promises, {name: part for name, part in inner.items() if name not in promises}, context)
 
     def _on_accelerator(self) -> bool:
         """Say whether the managed modules live on an accelerator, so that tensors on the host are none of ours."""

@@ -19,7 +19,7 @@ import enum
 import heapq
 from collections.abc import Sequence
 
-from backhaul.scheduling import Key, Pace, Schedule, Step, schedule
+from backhaul.scheduling import DOUBT, Key, Pace, Schedule, Step, schedule
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload
 
 __all__ = ["BlobState", "CopyOut", "Decision", "Flow", "Key", "Link", "Release", "Reload"]
@@ -304,7 +304,9 @@ class Flow:
         They are passed over where nothing was learned from that step, or where an exception has cost some of them.
         """
         course = self._last
-        if course is not None and len(ms) == len(course.step.events) and course.pace.measure(course.step, ms, self.link):
+        if course is None or len(ms) != len(course.step.events):
+            return
+        if course.pace.measure(course.step, ms, self.link, doubt=DOUBT if self.activation_budget is None else 1.0):
             course.basis = None
 
     # -- residency -----------------------------------------------------------------------------------------------------------------------

@@ -246,11 +246,12 @@ class Recast:
 class Parts:
     """The promise for a wrapper subclass (``DTensor``, jagged tensors, ...): its inner tensors' promises and how to put them together."""
 
-    __slots__ = ("context", "kind", "outer", "parts", "size", "stride", "version")
+    __slots__ = ("context", "kind", "outer", "parts", "plain", "size", "stride", "version")
 
-    def __init__(self, tensor: Tensor, parts: dict[str, Promise], context: Any) -> None:
+    def __init__(self, tensor: Tensor, parts: dict[str, Promise], plain: dict[str, Any], context: Any) -> None:
         self.kind: Any = type(tensor)
         self.parts = parts
+        self.plain = plain  # what else it flattens to: a DTensor's mesh
         self.context = context
         self.size, self.stride = tensor.size(), tensor.stride()
         self.outer = weakref.ref(tensor)  # the wrapper has a version counter of its own; once it is dead nobody writes through it
@@ -260,6 +261,6 @@ class Parts:
         outer = self.outer()
         if outer is not None and _torch.version_of(outer) != self.version:
             raise modified_in_place(outer, self.version)
-        inner = {name: promise.restore(bring) for name, promise in self.parts.items()}
+        inner = {**self.plain, **{name: promise.restore(bring) for name, promise in self.parts.items()}}
         tensor: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return tensor

@@ -28,8 +28,11 @@ from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 Key = Hashable  # names a blob from step to step, within its frame: (fqn, call, pack)
 
 COPY_COST = 0.01  # ms that a ms of copying costs the compute beside it
+DOUBT = 1.1  # of a first step's waits, where nothing shall wait in the next
 JITTER = 1.03  # what the compute of a step may take more than the sum of its least gaps
-SLACK_MS = 1.0  # reloads start so much sooner than they must
+SLACK_MS = 2.0  # reloads start so much sooner than they must
+TRUST = 0.98  # of the link's rates, so that copies that are a little late do not delay all that follow
+TRUST_HIDING = 0.95  # the same where nothing shall wait
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
 
 
@@ -65,28 +68,35 @@ class Pace:
 
     def __init__(self) -> None:
         self.gaps: list[float] = []  # by event: ms of compute until the next; empty while nothing was measured
-        self._seen: deque[list[float]] = deque(maxlen=4)  # the same of the latest steps, each with waits that we could not explain
+        self._seen: deque[list[tuple[bool, float]]] = deque(maxlen=4)  # the latest steps, by event: whether compute waited, ms of compute
 
-    def measure(self, step: Step, ms: Sequence[float], link: Link) -> bool:
-        """Take the times at which the device reached each event, less what it waited for our copies. Say whether the gaps have changed."""
+    def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0) -> bool:
+        """Take the times at which the device reached each event, less what it waited for our copies. Say whether the gaps have changed.
+
+        Waits are taken for ``doubt`` times what the link explains: above 1, compute is rather taken for too short than for too long.
+        """
         wire = Wire(link)
-        found: list[float] = []
+        found: list[tuple[bool, float]] = []
         issued = iter((*step.issued, (len(step.events), CopyOut(-1))))
         at, decision = next(issued)
         for position, (begin, end) in enumerate(zip(ms, (*ms[1:], ms[-1]), strict=True)):
-            now = wire.advance(begin)
+            wire.advance(begin)
+            begin = max(begin, wire.now)
             while at == position:
-                now = wire.play(decision, step.sizes[decision.blob])
+                wire.play(decision, step.sizes[decision.blob])
                 at, decision = next(issued)
             event = step.events[position]
             if event < 0:
-                now = wire.wait_in(~event)
-            found.append(max(0.0, end - max(now, begin)))
+                wire.wait_in(~event)
+            waited = wire.now - begin
+            found.append((waited > 0, max(0.0, end - begin - doubt * waited)))
         self._seen.append(found)
-        before, least = sum(self.gaps), [min(each) for each in zip(*self._seen, strict=True)]
+        before = sum(self.gaps)
+        # What did not wait is known best. Of the rest, and where the link is slower than it is said to be, the least is nearest to the truth.
+        least = [min(each)[1] for each in zip(*self._seen, strict=True)]
         # Where gaps jitter, the least of each is too little in sum; yet the whole step may hold more waits than were explained.
-        scale = min(JITTER, min(map(sum, self._seen)) / (sum(least) or 1.0))
-        self.gaps = [gap * scale for gap in least]
+        scale = min(JITTER, min(sum(gap for _, gap in each) for each in self._seen) / (sum(least) or 1.0))
+        self.gaps = [gap * max(1.0, scale) for gap in least]
         return abs(sum(self.gaps) - before) > 0.01 * before
 
 
@@ -112,7 +122,8 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
     """
     table = _Table(step, gaps, avoid)
     if budget is None:
-        return _Play(table, link, None, 1.0).run()
+        return _Play(table, link.slower(TRUST_HIDING), None, 1.0).run()
+    link = link.slower(TRUST)
     best = _Play(table, link, budget, 1.0).run()
     excess = 1 - budget / max(table.alive, default=1)
     for surplus in SURPLUS:

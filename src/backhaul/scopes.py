@@ -215,6 +215,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     if _torch.is_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:
-            yield from plain_tensors(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a DTensor names its mesh, too
+                yield from plain_tensors(inner)
     elif tensor.layout == torch.strided:
         yield tensor

@@ -39,6 +39,10 @@ class Link:
     h2d_gbps: float
     both_gbps: float
 
+    def slower(self, factor: float) -> "Link":
+        """Return the link at this part of its rates."""
+        return Link(d2h_gbps=self.d2h_gbps * factor, h2d_gbps=self.h2d_gbps * factor, both_gbps=self.both_gbps * factor)
+
 
 class Wire:
     """Both directions of a link as two queues with a clock: a copy has the whole lane, two lanes share what the link can do together."""

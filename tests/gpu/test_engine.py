@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import backhaul as bh
 from backhaul import stations
-from backhaul.tiers import host, lanes
+from backhaul.tiers import host, lanes, slabs
 from tests.conftest import Code, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -324,9 +324,9 @@ def test_c01_c18_a_refused_pin_costs_speed_and_nothing_else(monkeypatch: pytest.
     bh.release_host_memory()
 
     def refuse(address: int, num_bytes: int, device: torch.device) -> None:
-        raise host.PinningError("refused by the test")
+        raise slabs.PinningError("refused by the test")
 
-    monkeypatch.setattr(host, "_register", refuse)
+    monkeypatch.setattr(slabs, "register", refuse)
     monkeypatch.setattr(host, "_warned", False)
     model = Chain()
     expected = gradients(model, leaf())

@@ -276,11 +276,11 @@ class _Segment:
     """A nameless file that blobs are appended to."""
 
     def __init__(self, directory: Path) -> None:
-        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # readable and writable by its owner alone
-        self.fd = file.fileno()
+        with tempfile.TemporaryFile(dir=directory) as file:  # readable and writable by its owner alone
+            self.fd = os.dup(file.fileno())
         self.end = 0
         self.num_slots = 0
-        self._close = weakref.finalize(self, file.close)
+        self._close = weakref.finalize(self, os.close, self.fd)
 
     def append(self, num_bytes: int) -> int:
         offset = self.end

@@ -176,6 +176,15 @@ class PinnedHost(Tier):
         return self._pageable_bytes
 
     @property
+    def rates_gbps(self) -> tuple[float, float] | None:
+        """How fast the lanes of late have been, out of the device and into it; of the first device that has used both."""
+        for memory in list(_memories.values()):
+            rates = memory.rates_gbps
+            if rates is not None:
+                return rates
+        return None
+
+    @property
     def locked_bytes(self) -> int:
         """Page-locked bytes of all arenas of the process, in use or free."""
         return sum(memory.locked_bytes for memory in list(_memories.values()))
