@@ -11,7 +11,7 @@ the end, each parameter and buffer. Two plain traces say whether the class is eq
 third trace everything that can move moves, in all steps but the first and the last: so what a handle leaves behind shows, too.
 
     bit-equal         the same as plain in every step, and bytes moved out and back
-    kept (why)        the same as plain, but nothing moved; why: the reason with the largest share of the bytes
+    kept (why)        the same as plain, but nothing came back from the tier; why: ``stats.kept_by_reason``
     refused (why)     ``bh.offload`` raised
     unstable (where)  the plain model differs from itself
     FAILED (why)      a step raised that does not raise plain
@@ -157,7 +157,7 @@ def judge(case: Case, device: torch.device, tier: str) -> Result:
     if difference := plain.first_difference(managed):
         return result("WRONG", difference, **moved)
     if not stats.reloaded_bytes:
-        return result("kept", max(stats.kept_by_reason, key=stats.kept_by_reason.get, default="nothing was saved"), **moved)
+        return result("kept", ", ".join(stats.kept_by_reason) or "nothing was saved", **moved)
     return result("bit-equal", **moved)
 
 

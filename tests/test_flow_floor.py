@@ -21,7 +21,7 @@ def test_pipeline_stage_is_near_the_floor_from_its_second_step_on(budget_gb, flo
         playback = train(flow, events)
         assert 100 * playback.stall_fraction <= floor + points
         assert playback.peak_resident_bytes <= budget_gb * 1e9
-    assert flow.predicted_stall_ms == pytest.approx(playback.stall_ms, abs=0.01 * playback.compute_ms)
+    assert playback.stall_ms - 1 <= flow.predicted_stall_ms <= playback.stall_ms + 0.02 * playback.compute_ms
 
 
 @pytest.mark.parametrize(("budget_gb", "floor"), [(45, 0.0), (35, 5.9), (27, 14.2)])

@@ -261,6 +261,13 @@ class _Memory:
             return sum(region.release() for region in self._regions)
 
     @property
+    def rates_gbps(self) -> tuple[float, float] | None:
+        lanes = self._locked.lanes
+        if lanes is None or lanes.d2h.rate_gbps is None or lanes.h2d.rate_gbps is None:
+            return None
+        return lanes.d2h.rate_gbps, lanes.h2d.rate_gbps
+
+    @property
     def held_bytes(self) -> int:
         return sum(region.arena.held_bytes for region in self._regions)
 

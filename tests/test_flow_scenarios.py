@@ -1,0 +1,159 @@
+"""What flow makes of ramps, changes, bad links and tiny budgets, on a clock."""
+
+import random
+
+import pytest
+
+from backhaul.flow import Link
+from backhaul.simulation import Need, Save
+from tests.flow_workload import LAYER, LINK, accumulation, flow_of, gpipe, one_f_one_b, stage, train, vary
+
+W1 = stage(one_f_one_b(12))
+SAVED = sum(event.num_bytes for event in W1 if isinstance(event, Save))
+
+
+def test_before_a_step_is_seen_everything_moves_and_the_budget_holds():
+    playback = train(flow_of(20), W1)
+    assert playback.out_bytes == SAVED
+    assert playback.peak_resident_bytes <= 20e9
+
+
+def test_ramp_up_uses_memory_that_is_free():
+    playback = train(flow_of(30), W1, W1)
+    ramp = W1[: 3 * 4 * len(LAYER)]  # three forwards, 29.6 GB
+    assert max(num_bytes for _, num_bytes in playback.timeline[: len(ramp)]) > 25e9
+    assert playback.timeline[len(ramp)][0] == pytest.approx(sum(event.compute_ms for event in ramp), rel=0.01)
+
+
+def test_the_last_frames_are_moved_less():
+    flow = flow_of(27.2)
+    train(flow, W1)
+    few, many = (train(flow_of(27.2), events, events).out_bytes / num for num, events in ((6, stage(one_f_one_b(6))), (20, stage(one_f_one_b(20)))))
+    assert few < 0.9 * many  # a microbatch
+
+
+def test_the_tail_of_forward_is_not_moved():
+    events = stage(accumulation(1))
+    keys = [event.key for event in events if isinstance(event, Save)]
+    flow = flow_of(None)
+    train(flow, events)
+    flow.open_frame(0)
+    moved = set()
+    for blob, key in enumerate(keys):
+        moved |= {decision.blob for decision in flow.saved(blob, frame=0, key=key, num_bytes=LAYER[key[1]], movable=True)}
+    assert moved
+    assert max(moved) < 0.8 * len(keys)
+
+
+def test_a_new_order_costs_one_step_and_is_learned():
+    flow, other = flow_of(25), stage(gpipe(4))
+    steady = train(flow, W1, W1).stall_ms
+    learned = train(flow_of(25), other, other).stall_ms
+    train(flow, other)
+    assert train(flow, other).stall_ms == pytest.approx(learned, rel=0.05)
+    assert train(flow, W1).stall_ms == pytest.approx(steady, rel=0.05)  # the old one is remembered
+
+
+def test_two_kinds_of_step_in_turn_are_both_known():
+    flow, small = flow_of(12), stage(accumulation(1), layers=8)
+    big = [event for event in stage(gpipe(2)) if event.frame < 2]
+    train(flow, big, small, big, small)
+    misses = flow.num_misses
+    train(flow, big, small, big, small)
+    assert flow.num_misses == misses
+
+
+def test_a_microbatch_less_does_not_lose_the_step():
+    flow = flow_of(27.2)
+    train(flow, W1, W1)
+    playback = train(flow, stage(one_f_one_b(11)))
+    assert playback.stall_fraction < 0.05
+    assert flow.num_misses < 3
+
+
+def test_a_blob_more_or_less_here_and_there_does_not_lose_the_step():
+    flow, rng = flow_of(27.2), random.Random(0)
+    steady = train(flow, W1, W1).stall_fraction
+    missing = {(event.frame, event.key) for event in W1 if rng.random() < 0.01}
+    fewer = [event for event in W1 if (event.frame, event.key) not in missing]
+    assert train(flow, fewer).stall_fraction < steady + 0.05
+
+
+@pytest.mark.parametrize(("off", "points"), [(0.1, 3), (0.3, 6)])
+def test_sizes_that_change_from_step_to_step_cost_little(off, points):
+    rng = random.Random(0)
+    flow = flow_of(27.2)
+    steady = train(flow_of(27.2), W1, W1)
+    train(flow, vary(W1, rng, sizes=off))
+    for _ in range(3):
+        playback = train(flow, vary(W1, rng, sizes=off))
+        assert 100 * (playback.stall_fraction - steady.stall_fraction) <= points
+        assert playback.peak_resident_bytes <= 27.2e9 + 2 * max(LAYER)
+
+
+def test_times_that_jitter_cost_little():
+    rng = random.Random(0)
+    flow = flow_of(27.2)
+    steady = train(flow_of(27.2), W1, W1)
+    train(flow, *(vary(W1, rng, times=0.1) for _ in range(6)))
+    assert train(flow, vary(W1, rng, times=0.1)).stall_fraction <= steady.stall_fraction + 0.01
+
+
+def test_a_slow_link_moves_less_where_nothing_shall_wait():
+    slow = Link(d2h_gbps=10, h2d_gbps=10, both_gbps=20)
+    flow = flow_of(None, slow)
+    playback = train(flow, W1, W1, W1, link=slow)
+    assert playback.stall_fraction < 0.005
+    assert 0 < playback.out_bytes < train(flow_of(None), W1, W1).out_bytes / 2
+
+
+def test_a_link_slower_than_believed_is_found_out():
+    slow = Link(d2h_gbps=50, h2d_gbps=50, both_gbps=90)
+    playback = train(flow_of(None, LINK), *[W1] * 6, link=slow)
+    assert playback.stall_fraction < 0.10
+
+
+def test_a_one_way_link_is_not_asked_for_both_at_once():
+    one_way = Link(d2h_gbps=50, h2d_gbps=50, both_gbps=50)
+    flow = flow_of(None, one_way)
+    playback = train(flow, W1, W1, W1, link=one_way)
+    assert playback.stall_fraction < 0.005
+    assert playback.out_bytes + playback.in_bytes <= 50e6 * playback.compute_ms
+
+
+@pytest.mark.parametrize("budget_gb", [0, 0.1, 1])
+def test_a_tiny_budget_holds_but_for_the_blob_at_hand(budget_gb):
+    playback = train(flow_of(budget_gb), W1, W1, W1)
+    assert playback.peak_resident_bytes <= budget_gb * 1e9 + max(LAYER)
+    assert playback.out_bytes == SAVED
+
+
+def test_without_times_the_order_alone_is_enough_to_hold_the_budget_and_prefetch():
+    flow = flow_of(27.2)
+    train(flow, W1, timed=False)
+    before = flow.num_demand_reloads
+    playback = train(flow, W1, timed=False)
+    assert playback.peak_resident_bytes <= 27.2e9
+    assert flow.num_demand_reloads - before < before
+
+
+def test_a_step_in_which_nothing_is_needed_teaches_nothing():
+    flow = flow_of(27.2)
+    steady = train(flow, W1, W1).stall_ms
+    flow.open_frame(-1)
+    flow.saved(-1, frame=-1, key="evaluation", num_bytes=1 << 20, movable=True)
+    flow.dropped(-1)
+    flow.close_frame(-1)
+    assert train(flow, W1).stall_ms == pytest.approx(steady)
+
+
+def test_what_is_needed_twice_is_released_in_between_without_a_second_copy():
+    # A split backward: the pass for inputs needs everything once, the pass for weights again later.
+    names = [(0, pack) for pack in range(40)]
+    events = [Save(frame=0, key=name, num_bytes=200_000_000, compute_ms=3) for name in names]
+    events += [Need(frame=0, key=name, compute_ms=8) for name in reversed(names)]
+    events += [Need(frame=0, key=name, compute_ms=8) for name in reversed(names)]
+    playback = train(flow_of(4), events, events)
+    assert playback.out_bytes <= 40 * 200_000_000
+    assert playback.in_bytes > playback.out_bytes
+    assert playback.peak_resident_bytes <= 4e9
