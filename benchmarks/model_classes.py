@@ -211,6 +211,7 @@ def main() -> int:
     options = parser.parse_args()
 
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # the models are tiny: on a busy machine two threads take many times as long as one
     if options.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it matrix products differ from run to run
         torch.use_deterministic_algorithms(True, warn_only=True)

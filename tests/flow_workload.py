@@ -3,8 +3,9 @@
 import dataclasses
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from backhaul.flow import Flow, Link
+from backhaul.flow import Decision, Flow, Link
 from backhaul.simulation import Event, Need, Playback, Save, simulate
 
 LINK = Link(d2h_gbps=55.2, h2d_gbps=55.5, both_gbps=100.5)  # PCIe 5 x16 as measured
@@ -85,9 +86,9 @@ def vary(events: Sequence[Event], rng: random.Random, *, sizes: float = 0.0, tim
     ]
 
 
-def flow_of(budget_gb: float | None, link: Link = LINK) -> Flow:
+def flow_of(budget_gb: float | None, link: Link = LINK) -> "OverheardFlow":
     """Return a flow with this budget in GB."""
-    return Flow(activation_budget=None if budget_gb is None else int(budget_gb * 1e9), link=link)
+    return OverheardFlow(activation_budget=None if budget_gb is None else int(budget_gb * 1e9), link=link)
 
 
 def train(flow: Flow, *steps: Sequence[Event], link: Link = LINK, timed: bool = True) -> Playback:
@@ -95,3 +96,28 @@ def train(flow: Flow, *steps: Sequence[Event], link: Link = LINK, timed: bool = 
     for events in steps:
         playback = simulate(flow, events, link=link, timed=timed)
     return playback
+
+
+def decisions_of(flow: "OverheardFlow", events: Sequence[Event]) -> list[Decision]:
+    """Return what flow decides over a step; blobs are numbered as they are saved."""
+    flow.made = []
+    train(flow, events)
+    return flow.made
+
+
+class OverheardFlow(Flow):
+    """A flow that notes what it decides."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.made: list[Decision] = []
+
+    def saved(self, *args: Any, **kwargs: Any) -> Sequence[Decision]:
+        decisions = super().saved(*args, **kwargs)
+        self.made += decisions
+        return decisions
+
+    def needed(self, blob: int) -> Sequence[Decision]:
+        decisions = super().needed(blob)
+        self.made += decisions
+        return decisions

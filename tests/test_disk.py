@@ -18,6 +18,7 @@ from backhaul.testing import check_tier
 from backhaul.tiers import disk as disk_module
 from backhaul.tiers.base import ALIGNMENT, TierFull
 from backhaul.tiers.disk import NUM_THREADS, Disk, filesystem_type
+from backhaul.tiers.rates import BusyRate
 
 MiB = 2**20
 
@@ -73,20 +74,49 @@ def test_space_of_each_freed_blob_goes_back_while_others_stay(tier):
     first, second = slots[0], slots[NUM_THREADS]
     assert first.segment is second.segment and disk_bytes(second) >= 2 * MiB
     tier.free(first)
+    assert tier.used_bytes == (2 * NUM_THREADS - 1) * MiB  # whoever asks gives it back
     assert MiB <= disk_bytes(second) < 2 * MiB
     assert torch.equal(load(tier, second), noise(MiB, NUM_THREADS))
+
+
+@pytest.mark.parametrize("use", ["store", "load"])
+def test_next_use_of_the_tier_gives_freed_space_back(tier, use):
+    kept, freed = (tier.store(noise(MiB, seed)) for seed in range(2))
+    for slot in (kept, freed):
+        slot.stored.wait()
+    segment = weakref.ref(freed.segment)
+    assert segment().num_slots == 1
+    tier.free(freed)
+    assert segment().num_slots == 1  # free itself does nothing: a finalizer may have called it
+    if use == "store":
+        tier.store(noise(10)).stored.wait()
+    else:
+        load(tier, kept)
+    deadline = time.monotonic() + 10
+    while segment().num_slots:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_used_bytes_are_right_after_free_while_threads_take_back_what_was_freed(tier):
+    for _ in range(300):
+        slots = [tier.store(noise(100)) for _ in range(3)]
+        for slot in slots:
+            tier.free(slot)
+        assert tier.used_bytes == 0
 
 
 @pytest.mark.parametrize("can_punch", [True, False])
 def test_space_goes_back_though_a_forked_child_holds_the_file_open(tier, monkeypatch, can_punch):
     if not can_punch:
-        monkeypatch.setattr(disk_module._Segment, "punch", lambda *arguments: None)
+        monkeypatch.setattr(disk_module.Segment, "punch", lambda *arguments: None)
     slot = tier.store(noise(MiB))
     slot.stored.wait()
     held_elsewhere = os.dup(slot.segment.fd)
     try:
         assert os.fstat(held_elsewhere).st_blocks > 0
         tier.free(slot)
+        assert tier.used_bytes == 0
         assert os.fstat(held_elsewhere).st_blocks == 0
     finally:
         os.close(held_elsewhere)
@@ -100,6 +130,7 @@ def test_many_blobs_take_few_descriptors(tier):
         tier.free(slot)
     for slot in slots:
         slot.stored.wait()
+    assert tier.num_files == 0
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -225,7 +256,10 @@ def test_C31_full_disk_is_a_full_tier_and_changes_nothing(tier, monkeypatch):
     kept = tier.store(noise(MiB, 1))
     kept.stored.wait()
     monkeypatch.setattr(disk_module, "_free_bytes", lambda path: MiB)
-    tier.free(tier.store(noise(MiB)))
+    freed = tier.store(noise(MiB))
+    freed.stored.wait()
+    tier.free(freed)
+    assert tier.used_bytes == MiB
     with pytest.raises(TierFull, match=r"1\.0 MiB"):
         tier.store(noise(MiB + 1))
     assert (tier.used_bytes, tier.num_files) == (MiB, 1)
@@ -328,6 +362,56 @@ def test_blob_freed_before_its_turn_is_not_written(tier, monkeypatch):
     for slot in slots:
         slot.stored.wait()
     assert num_bytes == [100] * NUM_THREADS
+
+
+# Rates
+
+
+def test_rates_are_those_of_all_threads_together_and_of_large_blobs(tier, monkeypatch):
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: time.sleep(0.05) or pwrite(*arguments))
+    monkeypatch.setattr(os, "preadv", lambda *arguments: time.sleep(0.1) or preadv(*arguments))
+    small = tier.store(noise(MiB - 1))
+    load(tier, small)
+    assert tier.rates_gbps is None
+    slots = [tier.store(noise(MiB)) for _ in range(4 * NUM_THREADS)]
+    for slot in slots:
+        slot.stored.wait()
+    assert tier.rates_gbps is None  # reads have not been measured
+    for transfer in [tier.load(slot, noise(MiB)) for slot in slots]:
+        transfer.wait()
+    writes, reads = tier.rates_gbps
+    one_writer, one_reader = MiB / 0.05 / 1e9, MiB / 0.1 / 1e9
+    assert 1.5 * one_writer < writes <= 1.1 * NUM_THREADS * one_writer
+    assert 1.5 * one_reader < reads <= 1.1 * NUM_THREADS * one_reader
+
+
+def rate_after(*copies):
+    """Return a rate that has seen the copies, one after the other, each of so many MiB in so many seconds, with ten idle seconds between."""
+    now = [0.0]
+    rate = BusyRate(lambda: now[0])
+    for num_mib, seconds in copies:
+        with rate.measure(num_mib * MiB):
+            now[0] += seconds
+        now[0] += 10
+    return rate
+
+
+def test_idle_time_does_not_count():
+    assert rate_after((100, 1), (300, 3)).gbps == pytest.approx(100 * MiB / 1e9)
+
+
+def test_rate_follows_a_disk_that_gets_slower():
+    before, after = [(100, 1)] * 100, [(100, 4)] * 100
+    assert rate_after(*before, *after).gbps == pytest.approx(25 * MiB / 1e9, rel=0.02)
+    assert rate_after(*before, *after[:1]).gbps > 80 * MiB / 1e9
+
+
+def test_failed_copy_does_not_count():
+    rate = rate_after((100, 1))
+    with pytest.raises(OSError, match="broken"), rate.measure(100 * MiB):
+        raise OSError("broken")
+    assert rate.gbps == pytest.approx(100 * MiB / 1e9)
 
 
 # The place

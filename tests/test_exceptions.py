@@ -1,5 +1,6 @@
 """Rule 9 and C31: whatever is raised, wherever it is raised, keeps its type, leaves nothing behind, and the next step is clean."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -67,7 +68,7 @@ def assert_clean(handle: bh.Handle, model: nn.Module, tier: RecordingTier) -> No
     assert _torch.top_saved_tensors_hooks() is None
     assert handle.stats.resident_bytes == tier.used_bytes == 0
     here, engine = handle._engine.here, handle._engine
-    assert (here.frame, here.scope, here.paused) == (None, None, 0)
+    assert (here.scope, here.paused) == (None, 0)
     assert (len(engine.frames), len(engine.blobs), len(engine.table)) == (0, 0, 0)
     for _ in range(2):
         assert same(step(model), EXPECTED)
@@ -141,17 +142,18 @@ def test_c31_an_exception_of_a_copy_keeps_its_type_and_leaves_nothing(point, kin
 
 @pytest.mark.parametrize("point", ["store", "write", "load"])
 def test_c31_every_copy_may_fail_once(point):
-    for number in range(12):
-        tier = RecordingTier(deferred=True, **{f"fail_{point}": once(number, BrokenError)})
-        model = build()
+    def fails_at(number: int) -> None:
+        calls: list[int] = []
+        fails = once(number, BrokenError)
+        model, tier = build(), RecordingTier(deferred=True, **{f"fail_{point}": lambda call: calls.append(call) or fails(call)})
         with everything(model, tier) as handle:
-            for _ in range(3):
-                try:
-                    got = step(model)
-                except BrokenError:
-                    continue
-                assert same(got, EXPECTED)
+            while number not in calls:
+                with contextlib.suppress(BrokenError):
+                    assert same(step(model), EXPECTED)
             assert_clean(handle, model, tier)
+
+    for number in range(12):
+        fails_at(number)
 
 
 def test_c31_an_oserror_while_reloading_is_not_hidden_since_the_bytes_are_lost():
@@ -220,11 +222,8 @@ def test_the_traceback_of_an_exception_in_forward_still_shows_where(kind):
 
 
 def ours(frame: FrameType | None) -> bool:
-    return (
-        frame is not None
-        and f"{os.sep}backhaul{os.sep}" in frame.f_code.co_filename
-        and not frame.f_code.co_filename.endswith("testing.py")
-    )
+    path = frame.f_code.co_filename if frame is not None else ""
+    return f"{os.sep}backhaul{os.sep}" in path and not path.endswith("testing.py")
 
 
 @contextmanager
@@ -299,7 +298,7 @@ def test_c31_an_interrupt_at_any_point_of_ours_leaves_nothing(part, num_steps_be
     total, _ = interrupt(-1)
     assert total > 40
     failures = []
-    for number in range(1, total + 1, 1 if total < 150 else 3):
+    for number in range(1, total + 1, 1 if total < 150 else 5):
         try:
             _, hit = interrupt(number)
             assert hit, f"place {number} swallowed the interrupt"
@@ -321,6 +320,7 @@ def test_a_full_tier_keeps_the_rest_on_the_device_counts_it_and_warns_once(budge
         assert len(caught) == 1
         text = str(caught[0].message)
         assert "stay on the device" in text
+        gc.collect()  # the tier's own frame is in the traceback of what it raised
         stats = handle.stats
         assert stats.kept_by_reason["tier full"] > 0
         assert stats.offloaded_bytes > 0
@@ -335,6 +335,7 @@ def test_a_tier_with_no_room_at_all_leaves_everything_on_the_device():
         warnings.simplefilter("always")
         for _ in range(4):
             assert same(step(model), EXPECTED)
+            gc.collect()  # the tier's own frame is in the traceback of what it raised
         stats = handle.stats
         assert stats.offloaded_bytes == stats.reloaded_bytes == stats.num_offloads == 0
         assert stats.kept_bytes == stats.saved_bytes == stats.kept_by_reason["tier full"]
@@ -347,11 +348,12 @@ def test_a_tier_with_no_room_at_all_leaves_everything_on_the_device():
 
 @pytest.mark.parametrize("point", ["store", "write"])
 def test_a_tier_that_fails_to_take_bytes_leaves_them_on_the_device(point):
-    model, tier = build(), RecordingTier(deferred=True, **{f"fail_{point}": OSError(28, "No space left on device")})
+    model, tier = build(), RecordingTier(deferred=True, **{f"fail_{point}": lambda number: OSError(28, "No space left on device")})
     with everything(model, tier) as handle, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(4):
             assert same(step(model), EXPECTED)
+            gc.collect()  # the tier's own frame is in the traceback of what it raised
         stats = handle.stats
         assert stats.offloaded_bytes == stats.num_offloads == 0
         assert stats.kept_by_reason["tier failed"] == stats.saved_bytes
@@ -371,6 +373,7 @@ def test_a_tier_that_fails_now_and_then_is_used_where_it_works(point):
             got = [step(model) for _ in range(6)]
         assert all(same(gradients, EXPECTED) for gradients in got)
         assert len(caught) == 1
+        gc.collect()  # the tier's own frame is in the traceback of what it raised
         stats = handle.stats
         assert stats.kept_by_reason["tier failed"] > 0
         assert stats.offloaded_bytes > 0

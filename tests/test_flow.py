@@ -3,11 +3,10 @@
 import random
 from collections.abc import Callable, Iterable
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backhaul.flow import BlobState, CopyOut, Decision, Flow, Link, Release, Reload
+from backhaul.flow import BlobState, CopyOut, Decision, Flow, Link, Release
 
 LINK = Link(d2h_gbps=50.0, h2d_gbps=50.0, both_gbps=90.0)
 MB = 1_000_000
@@ -116,7 +115,9 @@ def write_script(rng: random.Random, *, num_frames: int, num_keys: int) -> Scrip
     return script
 
 
-def play(device: Device, script: Script, size_of: Callable[[int, int], int], *, tokens: int = 0, chaos: random.Random | None = None) -> list[float]:
+def play(
+    device: Device, script: Script, size_of: Callable[[int, int], int], *, tokens: int = 0, chaos: random.Random | None = None
+) -> list[float]:
     """Play a script as one step; return made-up times of its events."""
     flow = device.flow
     left: dict[int, int] = {}
@@ -172,7 +173,12 @@ def test_books_and_budget_hold_over_any_order_of_events(rng, budget, window, tim
     sizes = {(frame, key): rng.randrange(60 * MB) for frame in range(num_frames) for key in range(num_keys)}
     chaos = random.Random(rng.randrange(1 << 30))
     steps = [(script, sizes, None), (script, sizes, None), (script, sizes, None)]
-    steps += [(other, sizes, None), (script, {name: rng.randrange(60 * MB) for name in sizes}, None), (other, sizes, chaos), (script, sizes, chaos)]
+    steps += [
+        (other, sizes, None),
+        (script, {name: rng.randrange(60 * MB) for name in sizes}, None),
+        (other, sizes, chaos),
+        (script, sizes, chaos),
+    ]
     missing = {(frame, key) for _, frame, key in script if rng.random() < 0.1}
     steps += [([line for line in script if line[1:] not in missing], sizes, None), (script, sizes, None)]
     for number, (lines, size, disorder) in enumerate(steps):

@@ -1,8 +1,8 @@
 """Flow comes close to the least stall that any scheduler could reach.
 
 The floors were found by a linear program with perfect foresight, for one rank of DeepSeek-V3 as the first of four pipeline stages: 20
-microbatches, 4 in flight, 4 layers of 2.47 GB, 44.9 ms of forward and 101.3 ms of backward a microbatch, 55.2 / 55.5 GB/s each way and 100.5
-both. Points are percent of the step without stalls.
+microbatches, 4 in flight, 4 layers of 2.47 GB, 44.9 ms of forward and 101.3 ms of backward a microbatch, 55.2 / 55.5 GB/s each way and
+100.5 both. Points are percent of the step without stalls.
 """
 
 import pytest

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from backhaul.flow import Link
+from backhaul.flow import CopyOut, Link
 from backhaul.simulation import Need, Save
-from tests.flow_workload import LAYER, LINK, accumulation, flow_of, gpipe, one_f_one_b, stage, train, vary
+from tests.flow_workload import LAYER, LINK, accumulation, decisions_of, flow_of, gpipe, one_f_one_b, stage, train, vary
 
 W1 = stage(one_f_one_b(12))
 SAVED = sum(event.num_bytes for event in W1 if isinstance(event, Save))
@@ -26,23 +26,23 @@ def test_ramp_up_uses_memory_that_is_free():
 
 
 def test_the_last_frames_are_moved_less():
-    flow = flow_of(27.2)
+    flow = flow_of(22.9)
     train(flow, W1)
-    few, many = (train(flow_of(27.2), events, events).out_bytes / num for num, events in ((6, stage(one_f_one_b(6))), (20, stage(one_f_one_b(20)))))
-    assert few < 0.9 * many  # a microbatch
+    saves = [event for event in W1 if isinstance(event, Save)]
+    moved = [0] * 12
+    for decision in decisions_of(flow, W1):
+        if isinstance(decision, CopyOut):
+            moved[saves[decision.blob].frame] += saves[decision.blob].num_bytes
+    assert moved[11] < 0.7 * moved[6]
 
 
 def test_the_tail_of_forward_is_not_moved():
     events = stage(accumulation(1))
-    keys = [event.key for event in events if isinstance(event, Save)]
     flow = flow_of(None)
     train(flow, events)
-    flow.open_frame(0)
-    moved = set()
-    for blob, key in enumerate(keys):
-        moved |= {decision.blob for decision in flow.saved(blob, frame=0, key=key, num_bytes=LAYER[key[1]], movable=True)}
+    moved = {decision.blob for decision in decisions_of(flow, events)}
     assert moved
-    assert max(moved) < 0.8 * len(keys)
+    assert max(moved) < 0.8 * 4 * len(LAYER)
 
 
 def test_a_new_order_costs_one_step_and_is_learned():
@@ -125,7 +125,7 @@ def test_a_one_way_link_is_not_asked_for_both_at_once():
 def test_a_tiny_budget_holds_but_for_the_blob_at_hand(budget_gb):
     playback = train(flow_of(budget_gb), W1, W1, W1)
     assert playback.peak_resident_bytes <= budget_gb * 1e9 + max(LAYER)
-    assert playback.out_bytes == SAVED
+    assert playback.out_bytes >= 0.99 * SAVED
 
 
 def test_without_times_the_order_alone_is_enough_to_hold_the_budget_and_prefetch():
@@ -156,4 +156,4 @@ def test_what_is_needed_twice_is_released_in_between_without_a_second_copy():
     playback = train(flow_of(4), events, events)
     assert playback.out_bytes <= 40 * 200_000_000
     assert playback.in_bytes > playback.out_bytes
-    assert playback.peak_resident_bytes <= 4e9
+    assert playback.peak_resident_bytes <= 4e9 + 200_000_000  # and the one at hand

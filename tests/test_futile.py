@@ -18,12 +18,17 @@ class Cache(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x * 2
         self.kept.append(h)
-        return (h * h).sin()  # saves h, which stays, and h * h, which does not
+        return torch.cat([h * h, h]).sin().exp()  # saves h, which stays, and things of twice its size, which do not
 
 
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(256, requires_grad=True)
+
+
+def times(tier: RecordingTier, event: str, like: Tensor) -> int:
+    """Count what was done to things of this size."""
+    return sum(record.event == event and record.num_bytes == like.nbytes for record in tier.records)
 
 
 def step(module: nn.Module, x: Tensor) -> Tensor:
@@ -40,8 +45,8 @@ def test_the_original_is_handed_back_and_nothing_is_read(x):
     with everything(module, tier) as handle:
         assert same([step(module, x)], [expected])
         assert handle.stats.futile_bytes == x.nbytes
-        assert handle.stats.offloaded_bytes == 2 * x.nbytes
-        assert handle.stats.reloaded_bytes == tier.bytes_of("load") == x.nbytes
+        assert times(tier, "store", x) == 1
+        assert times(tier, "load", x) == 0
 
 
 def test_after_two_steps_it_is_left_alone(x):
@@ -51,17 +56,17 @@ def test_after_two_steps_it_is_left_alone(x):
     with everything(module, tier) as handle:
         stored = []
         for _ in range(5):
-            before = tier.bytes_of("store")
             assert same([step(module, x)], [expected])
-            stored.append((tier.bytes_of("store") - before) // x.nbytes)
-        assert stored == [2, 2, 1, 1, 1]
+            stored.append(times(tier, "store", x))
+        assert stored == [1, 2, 2, 2, 2]
         assert handle.stats.futile_bytes == 2 * x.nbytes
-        assert str(handle.report()).count("futile")
+        assert "of it futile" in str(handle.report())
 
 
 def test_what_is_left_alone_is_still_checked_for_writes(x):
     module = Cache()
-    with everything(module) as _:
+    expected = step(Cache(), x)
+    with everything(module):
         for _ in range(4):
             output = module(x)
             with torch.no_grad():
@@ -71,10 +76,7 @@ def test_what_is_left_alone_is_still_checked_for_writes(x):
             except RuntimeError as error:
                 assert "modified by an inplace operation" in str(error)
             else:
-                h = 2 * x.detach()
-                assert torch.allclose(got, (h * h).cos() * 2 * h * 2)
-            with torch.no_grad():
-                step(module, x) if torch.is_grad_enabled() else None
+                assert same([got], [expected])
 
 
 def test_a_write_after_release_gives_the_packed_value_and_is_not_futile(x):
@@ -83,11 +85,12 @@ def test_a_write_after_release_gives_the_packed_value_and_is_not_futile(x):
     expected = step(Cache(), x)
     with everything(module, tier) as handle:
         output = module(x)
-        assert tier.bytes_of("store") == 2 * x.nbytes
+        assert times(tier, "store", x) == 1
         with torch.no_grad():
             module.kept[0].zero_()
         assert same(torch.autograd.grad(output.sum(), x), [expected])
-        assert handle.stats.futile_bytes == 0
+        assert times(tier, "load", x) == 1
+        assert handle.stats.futile_bytes == output.nbytes  # exp saves its result, which we hold
 
 
 def test_a_futile_copy_found_in_one_step_alone_goes_on(x):
@@ -100,23 +103,20 @@ def test_a_futile_copy_found_in_one_step_alone_goes_on(x):
             output = module(x)
             module.kept.clear()  # now it does free memory
             torch.autograd.grad(output.sum(), x)
-        assert tier.bytes_of("store") == 8 * x.nbytes
+        assert times(tier, "store", x) == 4
         assert handle.stats.futile_bytes == x.nbytes
 
 
-def test_two_passes_of_one_step_are_one_step(x):
-    """Gradient accumulation: the same key in three microbatches of one step is futile three times, and left alone after the second step at the latest."""
+def test_microbatches_of_one_step_are_one_step(x):
+    """Gradient accumulation: a key is futile in each of three microbatches, and left alone after the second step at the latest."""
     module = Cache()
     tier = RecordingTier(deferred=True)
     with everything(module, tier) as handle:
-        for _ in range(2):
+        for _ in range(4):
             sum(module(x).sum() for _ in range(3)).backward()
             module.kept.clear()
-        seen = handle.stats.futile_bytes
-        before = tier.bytes_of("store")
-        sum(module(x).sum() for _ in range(3)).backward()
-        assert handle.stats.futile_bytes == seen
-        assert tier.bytes_of("store") - before == 3 * x.nbytes
+        assert 3 <= times(tier, "store", x) <= 6
+        assert handle.stats.futile_bytes == times(tier, "store", x) * x.nbytes
 
 
 def test_the_input_of_the_model_is_found_futile():

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -514,3 +516,23 @@ def test_finalizers_may_run_on_another_thread_while_ours_holds_the_lock():
             thread.join(timeout=10)
             assert not thread.is_alive()
         assert resident_bytes(handle) == tier.used_bytes == 0
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_finalizers_may_run_inside_the_lock_of_a_tier(tier):
+    code = f"""
+import gc, torch, backhaul as bh
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh())
+with bh.offload(model, tier={tier!r}, activation_budget=0, min_bytes=0) as handle:
+    gc.set_threshold(1, 1, 1 << 30)  # nearly every allocation of a container may start a collection
+    for _ in range(60):
+        cycle = [model(torch.randn(8, 16))]
+        cycle.append(cycle)
+        del cycle
+    gc.collect()
+    stats = handle.stats
+    assert stats.resident_bytes == stats.host_bytes == stats.disk_bytes == 0, stats
+    assert stats.num_offloads > 100
+"""
+    # A process of its own: a deadlock would take the locks of this one with it.
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

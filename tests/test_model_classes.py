@@ -27,6 +27,14 @@ SAMPLE = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are tiny: on a busy machine two threads take many times as long as one
+    yield
+    torch.set_num_threads(before)
+
+
 def verdict_on(name):
     return judge(CASES[name], torch.device("cpu"), tier="host")
 
@@ -35,7 +43,7 @@ def verdict_on(name):
 def test_a_real_model_class_trains_the_same_to_the_last_bit(name):
     result = verdict_on(name)
     assert result.verdict == "bit-equal", result
-    assert result.futile_bytes <= result.offloaded_bytes
+    assert result.offloaded_bytes > 0.9 * result.saved_bytes
     assert acceptable([result])
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from backhaul.testing import GARBAGE, RecordingTier, TierRecord, assert_same_training, check_tier, same_bits
+from backhaul.tiers import checking
 from backhaul.tiers.base import TierFull, Transfer
 from backhaul.tiers.disk import Disk
 
@@ -83,8 +84,24 @@ class SharesSlots(RecordingTier):
 
 class CountsFreesTwice(RecordingTier):
     def free(self, slot):
+        self._used_bytes -= slot.num_bytes if slot in self._freed else 0
+        super().free(slot)
+
+
+class CountsLateFreesAgain(RecordingTier):
+    def free(self, slot):
         self._used_bytes -= slot.num_bytes if slot.freed else 0
         super().free(slot)
+
+
+class CountsFreesAtTheNextStore(RecordingTier):
+    used_bytes = property(lambda self: self._used_bytes)
+
+
+class LocksToFree(RecordingTier):
+    def free(self, slot):
+        with self._lock:
+            super().free(slot)
 
 
 class ForgetsItsPeak(RecordingTier):
@@ -178,6 +195,9 @@ class NeverDone(RecordingTier):
         (CutsOddSizes, "does not give back what was stored"),
         (SharesSlots, "do not keep their bytes apart"),
         (CountsFreesTwice, "freed twice"),
+        (CountsLateFreesAgain, "freed twice"),
+        (CountsFreesAtTheNextStore, "used_bytes is .* while the slots in use hold"),
+        (LocksToFree, "free waits for a lock that is held in (store|_start)"),
         (ForgetsItsPeak, "peak_bytes"),
         (CountsInPages, "used_bytes is 4096 while the slots in use hold 1"),
         (lambda: CountsWhatItRefused(capacity=8 << 20), "raised TierFull changed used_bytes"),
@@ -191,7 +211,8 @@ class NeverDone(RecordingTier):
         (NeverDone, "done.. is false"),
     ],
 )
-def test_broken_promise_is_named(make_tier, promise):
+def test_broken_promise_is_named(make_tier, promise, monkeypatch):
+    monkeypatch.setattr(checking, "_PATIENCE_S", 0.5)
     with pytest.raises(AssertionError, match=promise):
         check_tier(make_tier)
 

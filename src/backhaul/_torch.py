@@ -24,14 +24,17 @@ def top_saved_tensors_hooks() -> tuple[Hook, Hook] | None:
     return pair
 
 
-def push_saved_tensors_hooks(pack: Hook, unpack: Hook) -> None:
-    """Push a pair. Why: ``Handle.paused`` puts back what it took off. Public replacement: a public pause."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+# The very functions, not wrappers of ours: called from a `finally` block they run before an interrupt can be delivered (scopes.py).
+# Why: a managed module's hooks must be left whatever happens, and `Handle.paused` takes them off and puts them back, since `torch.func` refuses
+# to run while any is active. Public replacement: `torch.autograd.graph.saved_tensors_hooks`, once leaving it cannot be interrupted; a public pause.
+push_saved_tensors_hooks: Callable[[Hook, Hook], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-def pop_saved_tensors_hooks() -> None:
-    """Pop the innermost pair. Why: ``torch.func`` refuses to run while any is active. Public replacement: a public pause."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+def saved_tensors_hooks_refused() -> str | None:
+    """Return why hooks cannot be pushed just now, if they cannot. Why: to say so in words of ours. Public replacement: none."""
+    message: str | None = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return message
 
 
 def inside_checkpoint() -> bool:

@@ -59,7 +59,7 @@ class Handle:
                 recomputed_bytes=0,
                 futile_bytes=tally.futile_bytes,
                 resident_bytes=sum(station.flow.resident_bytes for station in stations),
-                peak_resident_bytes=sum(station.flow.peak_resident_bytes for station in stations),
+                peak_resident_bytes=sum(station.peak_resident_bytes for station in stations),
                 host_bytes=0 if on_disk else used,
                 peak_host_bytes=0 if on_disk else peak,
                 disk_bytes=used if on_disk else 0,

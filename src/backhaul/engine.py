@@ -5,9 +5,11 @@ Does not cover: when anything moves (flow.py), how (tiers/), what autograd is gi
 (scopes.py).
 
 [Note: Locking]
-One reentrant lock an engine. Finalizers do not take it: they append to ``grave``, which the next pack or unpack drains. Wherever an
-asynchronous exception (KeyboardInterrupt) may lose a decision that flow.py has made, the next one about the same blob finds the blob's own
-state and makes up for it.
+One reentrant lock an engine. Finalizers do not take it: they append to ``grave``, which the next pack or unpack drains.
+
+[Note: Interrupts]
+A KeyboardInterrupt may come between any two steps here and in flow.py, and leave their counts at odds. Then the engine is shaken: tensors are
+kept, what has left is brought back when it is needed, flow.py is not asked. Once nothing of that step is alive the counts begin anew.
 """
 
 import contextlib
@@ -22,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
@@ -67,35 +68,37 @@ class Engine:
         self.futile: Counter[Any] = Counter()
         self.nums = itertools.count()
         self.closed = False
+        self.shaken = False  # interrupted in the middle ([Note: Interrupts])
         self._warned: set[str] = set()
         self._accelerated: bool | None = None
 
     # Entering and leaving
 
-    def running(self, module: nn.Module, fqn: str, *, is_root: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return the context for a managed module (a frame) or a block below it (a scope)."""
+    def enter(self, module: nn.Module, fqn: str, *, is_root: bool) -> Scope | None:
+        """Return the scope of a module that is about to run: of a new frame, or of the one it runs in."""
         here = self.here
         if here.paused or not torch.is_grad_enabled() or _torch.inside_backward():
-            return NOTHING
-        if here.frame is not None:
-            return _InScope(here, Scope(here.frame, fqn, module))
-        if not is_root or not module.training:
-            return NOTHING
-        if _torch.inside_checkpoint():
-            self.passed(
-                "it runs inside a checkpointed region, where hooks would switch recomputation off; manage the module around it instead"
-            )
-            return NOTHING
-        return _InFrame(self, fqn, module)
+            return None
+        if here.scope is not None:
+            return Scope(here.scope.frame, fqn, module)
+        return self.begin_frame(fqn, module) if is_root and module.training else None
 
-    def begin_frame(self, fqn: str, module: nn.Module | None) -> tuple[Frame, Scope]:
-        """Open a frame, and a step with it where none is open."""
+    def begin_frame(self, fqn: str, module: nn.Module | None) -> Scope | None:
+        """Open a frame, and a step with it where none is open. Return ``None`` where the hooks have to stay away."""
+        name = fqn or "the managed module"
+        if _torch.inside_checkpoint():
+            self.passed("it runs inside a checkpointed region, where hooks would switch recomputation off; manage what is around it")
+            return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{fqn or 'the managed module'!r} is being captured into a CUDA graph, whose replay would read tensors that have moved. "
+                f"{name!r} is being captured into a CUDA graph, whose replay would read tensors that have moved. "
                 "Capture within handle.paused(), or remove the handle first"
             )
-        with self.lock:
+        refused = _torch.saved_tensors_hooks_refused()
+        if refused is not None:
+            where = "a torch.func transform, which allows no saved-tensor hooks" if _torch.inside_functional_transform() else refused
+            raise RuntimeError(f"{name!r} was called inside {where}; run it within handle.paused()")
+        with self.lock, self._steady():
             self.drain()
             if not self.frames:
                 self.owned.refresh(module for module in (reference() for reference in self.modules) if module is not None)
@@ -105,7 +108,18 @@ class Engine:
             self.frames[frame.num] = OpenFrame(weakref.ref(frame))
             for station in self.stations.values():
                 station.flow.open_frame(frame.num)
-            return frame, Scope(frame, fqn, module)
+            return Scope(frame, fqn, module)
+
+    @contextlib.contextmanager
+    def _steady(self) -> Iterator[None]:
+        """Do without flow.py from now on where this is interrupted in the middle ([Note: Interrupts])."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.shaken = True
+            raise
 
     def passed(self, obstacle: str = "") -> None:
         """Note that a managed module's forward has ended; warn once when three have moved nothing."""
@@ -121,11 +135,23 @@ class Engine:
             self._warned.add(topic)
             warnings.warn(message, stacklevel=2)
 
-    def region(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which code outside the managed modules is a frame."""
-        if self.closed or self.here.paused or self.here.frame is not None or not torch.is_grad_enabled():
-            return contextlib.nullcontext()
-        return _InFrame(self, "region", None)
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """Make a frame of code outside the managed modules."""
+        here = self.here
+        inactive = self.closed or here.paused or here.scope is not None or not torch.is_grad_enabled() or _torch.inside_backward()
+        scope = None if inactive else self.begin_frame("region", None)
+        if scope is None:
+            yield
+            return
+        try:
+            here.scope = scope
+            _torch.push_saved_tensors_hooks(self.pack, self.unpack)
+            yield
+        finally:
+            here.scope = None
+            _torch.pop_saved_tensors_hooks()
+        self.passed()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -147,21 +173,33 @@ class Engine:
     def pack(self, tensor: Tensor) -> Promise:
         """Return the promise that autograd holds instead of ``tensor``."""
         with self.lock:
-            self.drain()
-            return self._promise(tensor)
+            try:
+                self.drain()
+                return self._promise(tensor)
+            except Exception:
+                raise
+            except BaseException:
+                self.shaken = True
+                raise
 
     def unpack(self, promise: Promise) -> Tensor:
         """Give the tensor of a promise back."""
         if type(promise) is Kept:
             return promise.restore(self._bring)
         with self.lock:
-            self.drain()
-            return promise.restore(self._bring)
+            try:
+                self.drain()
+                return promise.restore(self._bring)
+            except Exception:
+                raise
+            except BaseException:
+                self.shaken = True
+                raise
 
     # Pack
 
     def _promise(self, tensor: Tensor) -> Promise:
-        if self.closed:
+        if self.closed or self.shaken:
             return Kept(tensor)
         kind = type(tensor)
         if isinstance(tensor, nn.Parameter) or isinstance(_torch.view_base(tensor), nn.Parameter):
@@ -232,11 +270,10 @@ class Engine:
         if blob.reason in ("small", "empty"):
             return Kept(tensor, blob)
         _, station = self.blobs[blob.num]
-        if blob.released:  # saved again by somebody who kept it alive
-            blob.take_back(storage)
-            station.flow.readopted(blob.num)
         view = View(tensor)
         blob.views.append(view)
+        if blob.released:  # somebody has kept it alive and saves it again: the tier has it already
+            view.let_go()
         if blob.reason == "slice" and tensor.numel() * tensor.element_size() * SLICE >= blob.num_bytes:
             self.tally.keeps_instead(blob.num_bytes, "", instead_of=blob.reason)
             blob.reason = ""
@@ -252,13 +289,15 @@ class Engine:
 
     def _where(self) -> tuple[Frame, Scope]:
         """Return this thread's frame and scope. A thread that autograd gave the hooks of another has none; it joins the newest frame."""
-        here = self.here
-        if here.frame is not None and here.scope is not None:
-            return here.frame, here.scope
+        scope = self.here.scope
+        if scope is not None:
+            return scope.frame, scope
         for opened in reversed(self.frames.values()):
             if (frame := opened.frame()) is not None:
                 return frame, Scope(frame, "backward", None)
-        return self.begin_frame("backward", None)
+        scope = self.begin_frame("backward", None)
+        assert scope is not None  # the hooks are active
+        return scope.frame, scope
 
     def _gathered(self, scope: Scope, storage: UntypedStorage) -> bool:
         """Say whether the storage is one that the running module's parameters have just now, as FSDP gathered them."""
@@ -328,13 +367,14 @@ class Engine:
 
     def _bring(self, blob: Blob) -> None:
         """Have the blob on the device and order the current stream after its arrival."""
-        _, station = self.blobs[blob.num]
         if blob.reason:
             return
+        _, station = self.blobs[blob.num]
         was_released = blob.released
-        decisions = station.flow.needed(blob.num)
-        station.mark()
-        self._carry_out(station, decisions)
+        if not self.shaken:
+            decisions = station.flow.needed(blob.num)
+            station.mark()
+            self._carry_out(station, decisions)
         if blob.released:
             self._reload(station, blob)
         if was_released and blob.incoming is not None:
@@ -393,10 +433,13 @@ class Engine:
             return
         try:
             station.wait_to_drop(slot.stored, blob.source())
-        except OSError as error:
-            blob.slot = None
+        except BaseException as error:  # the copy failed: whatever it was, the tensor is still here and the slot is of no use
+            blob.slot = None  # it holds the error, whose traceback may hold the graph, which holds us
             self.tier.free(slot)
             self.tally.takes_back(blob.key.fqn, blob.num_bytes)
+            if not isinstance(error, OSError):
+                self._keep(station, blob, "tier failed")
+                raise
             self._tier_failed(station, blob, error)
             return
         blob.release()
@@ -447,11 +490,16 @@ class Engine:
         """Tidy up after blobs and frames that died since the last call."""
         grave = self.grave
         while grave:
-            item = grave.popleft()
+            item = grave[0]  # taken out afterwards: burying twice does no harm, an interrupt before it would
             if isinstance(item, Dead):
                 self._bury(item)
             else:
                 self._end_frame(item)
+            grave.popleft()
+        if self.shaken and not self.blobs and not self.frames:
+            for station in self.stations.values():
+                station.start_anew()
+            self.shaken = False
 
     def _bury(self, dead: Dead) -> None:
         entry = self.blobs.pop(dead.num, None)
@@ -460,11 +508,12 @@ class Engine:
             for address in dead.addresses:
                 if self.table.get(address) is reference:
                     del self.table[address]
-            if dead.fixed_bytes:
-                station.fix(-dead.fixed_bytes)
             if dead.storage is not None:
                 station.hold(dead.storage)
-            station.flow.dropped(dead.num)
+            if not self.shaken:
+                if dead.fixed_bytes:
+                    station.fix(-dead.fixed_bytes)
+                station.flow.dropped(dead.num)
         opened = self.frames.get(dead.frame)
         if opened is not None:
             opened.blobs.discard(dead.num)
@@ -476,6 +525,8 @@ class Engine:
         if opened is None or opened.blobs or opened.frame() is not None:
             return
         del self.frames[num]
+        if self.shaken:
+            return
         if not self.frames:
             self._measure()
         for station in self.stations.values():
@@ -505,58 +556,6 @@ class Engine:
                     f"activation_budget={format_bytes(budget)} is below the {format_bytes(fixed)} of saved tensors on {station.device} "
                     f"that cannot be moved ({kept}); give that at least, lower min_bytes, or use 0 to move all that can move"
                 )
-
-
-class _InScope:
-    """Runs a block: keys name it while it runs."""
-
-    __slots__ = ("here", "outer", "scope")
-
-    def __init__(self, here: Here, scope: Scope) -> None:
-        self.here = here
-        self.scope = scope
-
-    def __enter__(self) -> None:
-        self.outer = self.here.scope
-        self.here.scope = self.scope
-
-    def __exit__(self, *exception: object) -> None:
-        self.here.scope = self.outer
-
-
-class _InFrame:
-    """Runs a managed module: a frame is open and the hooks are active."""
-
-    __slots__ = ("engine", "fqn", "hooks", "module")
-
-    def __init__(self, engine: Engine, fqn: str, module: nn.Module | None) -> None:
-        self.engine = engine
-        self.fqn = fqn
-        self.module = module
-        self.hooks = saved_tensors_hooks(engine.pack, engine.unpack)
-
-    def __enter__(self) -> None:
-        here = self.engine.here
-        here.frame, here.scope = self.engine.begin_frame(self.fqn, self.module)
-        try:
-            self.hooks.__enter__()
-        except BaseException as error:
-            here.frame = here.scope = None
-            if isinstance(error, RuntimeError) and _torch.inside_functional_transform():
-                raise RuntimeError(
-                    f"{self.fqn or 'the managed module'!r} was called inside a torch.func transform, which allows no saved-tensor hooks; "
-                    "run the transform within handle.paused()"
-                ) from error
-            raise
-
-    def __exit__(self, *exception: object) -> None:
-        here = self.engine.here
-        try:
-            self.hooks.__exit__(*exception)
-        finally:
-            here.frame = here.scope = None
-        if exception[0] is None:
-            self.engine.passed()
 
 
 def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:

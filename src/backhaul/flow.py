@@ -1,31 +1,33 @@
 """The accounting of saved bytes: what may stay on the device, what leaves, what comes back next.
 
 Covers: the state of every blob, the budget, and following a learned step ([Note: Flow]).
-Does not cover: how a step's schedule is found (scheduling.py), or how a decision is carried out (engine.py with streams, simulation.py with a clock).
+Does not cover: how a step's schedule is found (scheduling.py), or how a decision is carried out (engine.py with streams, simulation.py
+with a clock).
 
 [Note: Flow]
-Events come in the order in which the host issues them, and each returns decisions to carry out in that order. Nothing is polled: the host runs
-ahead of the device, so stream order is what counts, and time is known only from steps that have ended.
+Events come in the order in which the host issues them, and each returns decisions to carry out in that order. Nothing is polled: the host
+runs ahead of the device, so stream order is what counts, and time is known only from steps that have ended.
 
-* Until a step has been seen, everything movable is copied out when it is saved and released, oldest first, when the budget (or, without one,
-  a window) needs the bytes. Reloads come on demand, and ahead of it by a guess: the reverse of the order of saving.
-* Once a step has been seen, the next is expected to be the same. With times, it follows a schedule; without, it only knows the order of uses.
-* Events that come early or are missing move the cursor; late and unknown ones are counted, and past a few of them the step is lost: the rest
-  of it goes as if nothing had been seen, and its order is learned anew. A wrong guess costs time, never values.
-* Whatever was guessed or scheduled, the budget is enforced after each event.
+* Until a step has been seen, everything movable is copied out when it is saved and released, oldest first, when the budget (or, without
+  one, a window) needs the bytes. Reloads come on demand, and ahead of it by a guess: the reverse of the order of saving.
+* Once a step has been seen, the next is expected to be the same. With times, it follows a schedule; without, it only knows the order of
+  uses.
+* Events that are missing move the cursor on; late and unknown ones are counted, and past a few of them the step is lost: the rest of it
+  goes as if nothing had been seen, and its order is learned anew. A wrong guess costs time, never values.
+* Whatever was guessed or scheduled, the budget is enforced after each event that can move something.
 """
 
 import enum
 import heapq
 from collections.abc import Sequence
 
-from backhaul.scheduling import DOUBT, Key, Pace, Schedule, Step, schedule
+from backhaul.course import LAST, Course
+from backhaul.steps import DOUBT, Key, Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload
 
 __all__ = ["BlobState", "CopyOut", "Decision", "Flow", "Key", "Link", "Release", "Reload"]
 
 DEFAULT_LINK = Link(d2h_gbps=50.0, h2d_gbps=50.0, both_gbps=90.0)  # about PCIe 5 x16, until it has been measured
-LAST = 1 << 60  # the rank of what should be released after everything else
 STALE = LAST + 1  # the rank of what is not to be released at all
 KNOWN_STEPS = 4  # orders remembered, so that two kinds of step may alternate
 GUESS_SPAN = 32  # events looked at for one prefetch by guess
@@ -77,50 +79,13 @@ class _Frame:
         self.blobs: list[_Blob] = []
 
 
-class _Course:
-    """A learned step that the current one is expected to repeat, and how far it has got."""
-
-    __slots__ = ("basis", "blobs", "cursor", "index", "misses", "needs", "pace", "saves", "schedule", "step")
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        self.pace = Pace()
-        self.schedule: Schedule | None = None
-        self.basis: tuple[Link, int | None] | None = None  # what the schedule was made for; None: to be made (again)
-        self.saves, self.needs = step.index()
-        self.index = {name: item for item, name in enumerate(step.names)}
-        self.restart([])
-
-    def restart(self, blobs: list[_Blob | None]) -> None:
-        """Expect the step from its beginning, or from where these blobs have been saved."""
-        self.blobs = blobs + [None] * (len(self.step.names) - len(blobs))  # by item
-        self.cursor = 0
-        self.misses = 0
-
-    def expects(self, event: int, name: tuple[int, Key]) -> bool:
-        """Say whether this event comes next, in a step that has gone exactly as expected so far."""
-        step = self.step
-        return self.cursor < len(step.events) and step.events[self.cursor] == event and (event < 0 or step.names[event] == name)
-
-    def begins_with(self, step: Step) -> bool:
-        """Say whether the step has gone like this one so far."""
-        return self.step.events[: len(step.events)] == step.events and self.step.names[: len(step.names)] == step.names
-
-    def next_use(self, item: int) -> int:
-        """Return the event that needs the item next, or LAST."""
-        for position in self.needs[item]:
-            if position >= self.cursor:
-                return position
-        return LAST
-
-
 class Flow:
     """Decide what saved bytes do, from the order of events and from the steps that have ended ([Note: Flow]).
 
     Args:
         activation_budget: saved bytes that may be resident; ``None`` moves what the link hides, 0 everything that can move.
         link: rates of the tier; may be assigned once they have been measured.
-        window_bytes: without a budget, the movable bytes that may be resident while nothing is learned; always, the most to prefetch by guess.
+        window_bytes: without a budget, the movable bytes that may be resident while nothing is learned; the most to prefetch by guess.
     """
 
     def __init__(self, *, activation_budget: int | None, link: Link = DEFAULT_LINK, window_bytes: int = 512 << 20) -> None:
@@ -144,9 +109,9 @@ class Flow:
         self._ticks = 0
         self._out_ends = 0.0  # when the queue to the tier should be empty, in ms of the schedule
         self._step = Step()
-        self._known: list[_Course] = []  # latest first
-        self._course: _Course | None = None
-        self._last: _Course | None = None  # of the step that ended last; None where nothing was learned from it
+        self._known: list[Course[_Blob]] = []  # latest first
+        self._course: Course[_Blob] | None = None
+        self._last: Course[_Blob] | None = None  # of the step that ended last; None where nothing was learned from it
         self._decisions: list[Decision] = []
 
     @property
@@ -166,7 +131,7 @@ class Flow:
 
     @property
     def last_events(self) -> Sequence[int]:
-        """Events of the last step, if anything was learned from it: a movable blob saved (its number in the step) or needed (``~number``)."""
+        """Events of the last step, if it was learned: a movable blob saved (its number in the step) or needed (``~number``)."""
         return self._last.step.events if self._last is not None else ()
 
     @property
@@ -457,7 +422,7 @@ class Flow:
         course.cursor = position + 1
         return passed
 
-    def _switch(self, event: int, name: tuple[int, Key]) -> _Course | None:
+    def _switch(self, event: int, name: tuple[int, Key]) -> Course[_Blob] | None:
         """Turn to another learned step that begins as this one did and goes on with this event, if there is one."""
         for other in self._known:
             if other is not self._course and other.begins_with(self._step):
@@ -471,11 +436,8 @@ class Flow:
                     break
         return self._course
 
-    def _set_out(self, course: _Course, blobs: list[_Blob | None]) -> None:
-        course.restart(blobs)
-        if course.basis != (self.link, self.activation_budget) and course.pace.gaps:
-            course.basis = (self.link, self.activation_budget)
-            course.schedule = schedule(course.step, course.pace.gaps, link=self.link, budget=self.activation_budget, avoid=self._left)
+    def _set_out(self, course: Course[_Blob], blobs: list[_Blob | None]) -> None:
+        course.set_out(blobs, link=self.link, budget=self.activation_budget, avoid=self._left)
 
     def _follow(self, passed: range, needed: _Blob | None = None) -> None:
         """Carry out what the schedule has for these events of the learned step, as far as it still makes sense."""
@@ -509,12 +471,10 @@ class Flow:
         self.num_steps += 1
         for course in self._known:
             if course.step.events == step.events and course.step.names == step.names:
-                if abs(sum(step.sizes) - sum(course.step.sizes)) > 0.02 * sum(step.sizes):
-                    course.basis = None
-                course.step = step
+                course.resize(step)
                 self._known.remove(course)
                 break
         else:
-            course = _Course(step)
+            course = Course(step)
         self._last = course
         self._known[:] = [course, *self._known][:KNOWN_STEPS]

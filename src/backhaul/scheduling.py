@@ -1,103 +1,39 @@
 """What a learned step tells about the next one: which blob should leave when, and when it should start back.
 
-Covers: the record of a step, and the schedule made from it ([Note: Schedule]).
+Covers: the schedule made from the record of a step and its pace ([Note: Schedule]).
 Does not cover: what to do while nothing is known or the step turns out different (flow.py), or real copies (engine.py).
 
 [Note: Schedule]
-A step is a list of events, saves and needs, with the compute time between them. The schedule is found by playing the step against the wire,
-greedily, with its whole future known, and it is a list of decisions for each event:
+A step is a list of events, saves and needs, with the compute time between them. The schedule is found by playing the step against the
+link, greedily, with its whole future known, and it is a list of decisions for each event:
 
-* Copy out, whenever the lane is idle before the next event: the resident blob whose next use is furthest, if a round trip ends before that use.
-  Only the longest-lived share of each frame leaves, since bytes beyond what the budget needs slow down the other direction.
-* Release, only when room is needed: the copied blob whose next use is furthest. Compute waits where its copy has not ended.
-* Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used later.
+* Copy out, whenever the lane is idle before the next event: the resident blob whose next use is furthest, if a round trip ends before that
+  use and the budget is still to be exceeded before it. Without a budget, only if every reload it joins can be in time.
+* Release, only when room is needed: the copied blob whose next use is furthest and whose copy has ended. Where there is none, compute
+  waits for the copy that ends first. Without a budget, release whatever has been copied.
+* Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
+  later.
 
-Several shares are played; the one that stalls least is kept.
+Bytes moved beyond what the budget needs slow down the other direction and the compute beside them, so only the longest-lived share of each
+frame may leave. A few shares are played, and the one that costs least is kept.
 """
 
 import heapq
 import math
 from bisect import insort
-from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
+from backhaul.steps import Key, Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 
-Key = Hashable  # names a blob from step to step, within its frame: (fqn, call, pack)
-
 COPY_COST = 0.01  # ms that a ms of copying costs the compute beside it
-DOUBT = 1.1  # of a first step's waits, where nothing shall wait in the next
-JITTER = 1.03  # what the compute of a step may take more than the sum of its least gaps
 SLACK_MS = 2.0  # reloads start so much sooner than they must
 TRUST = 0.98  # of the link's rates, so that copies that are a little late do not delay all that follow
 TRUST_HIDING = 0.95  # the same where nothing shall wait
+HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of the next
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
-
-
-@dataclass
-class Step:
-    """One step as it happened: the order of its events, and what is known of their times.
-
-    An *item* is a movable blob by its place in the order of saving, so that it means the same in every step. An event is the item that was
-    saved, or ``~item`` for one that was needed.
-    """
-
-    events: list[int] = field(default_factory=list)
-    names: list[tuple[int, Key]] = field(default_factory=list)  # by item: ordinal of the frame in the step, key in the frame
-    sizes: list[int] = field(default_factory=list)  # by item: bytes
-    drops: list[int] = field(default_factory=list)  # by item: the event before which it was dropped
-    fixed: list[int] = field(default_factory=list)  # by event: resident bytes that cannot move
-    issued: list[tuple[int, Decision]] = field(default_factory=list)  # (event, decision on an item), as the step went
-
-    def index(self) -> tuple[list[int], list[list[int]]]:
-        """Return by item the event that saved it, and the events that needed it."""
-        saves: list[int] = []
-        needs: list[list[int]] = [[] for _ in self.names]
-        for position, event in enumerate(self.events):
-            if event >= 0:
-                saves.append(position)
-            else:
-                needs[~event].append(position)
-        return saves, needs
-
-
-class Pace:
-    """The compute time between the events of a step, from the times of steps that waited for copies as well."""
-
-    def __init__(self) -> None:
-        self.gaps: list[float] = []  # by event: ms of compute until the next; empty while nothing was measured
-        self._seen: deque[list[tuple[bool, float]]] = deque(maxlen=4)  # the latest steps, by event: whether compute waited, ms of compute
-
-    def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0) -> bool:
-        """Take the times at which the device reached each event, less what it waited for our copies. Say whether the gaps have changed.
-
-        Waits are taken for ``doubt`` times what the link explains: above 1, compute is rather taken for too short than for too long.
-        """
-        wire = Wire(link)
-        found: list[tuple[bool, float]] = []
-        issued = iter((*step.issued, (len(step.events), CopyOut(-1))))
-        at, decision = next(issued)
-        for position, (begin, end) in enumerate(zip(ms, (*ms[1:], ms[-1]), strict=True)):
-            wire.advance(begin)
-            begin = max(begin, wire.now)
-            while at == position:
-                wire.play(decision, step.sizes[decision.blob])
-                at, decision = next(issued)
-            event = step.events[position]
-            if event < 0:
-                wire.wait_in(~event)
-            waited = wire.now - begin
-            found.append((waited > 0, max(0.0, end - begin - doubt * waited)))
-        self._seen.append(found)
-        before = sum(self.gaps)
-        # What did not wait is known best. Of the rest, and where the link is slower than it is said to be, the least is nearest to the truth.
-        least = [min(each)[1] for each in zip(*self._seen, strict=True)]
-        # Where gaps jitter, the least of each is too little in sum; yet the whole step may hold more waits than were explained.
-        scale = min(JITTER, min(sum(gap for _, gap in each) for each in self._seen) / (sum(least) or 1.0))
-        self.gaps = [gap * max(1.0, scale) for gap in least]
-        return abs(sum(self.gaps) - before) > 0.01 * before
 
 
 @dataclass(frozen=True)
@@ -108,6 +44,12 @@ class Schedule:
     at: list[float]  # by event: ms since the step began
     stall_ms: float
     cost_ms: float  # the same, and what copies slow down compute
+
+    def without_spares(self) -> "Schedule":
+        """Return the schedule without the copies of what it never releases; they only help where sizes change."""
+        released = {decision.blob for issued in self.decisions.values() for decision in issued if isinstance(decision, Release)}
+        kept = {position: [each for each in issued if each.blob in released] for position, issued in self.decisions.items()}
+        return replace(self, decisions=kept)
 
 
 def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | None, avoid: AbstractSet[Key] = frozenset()) -> Schedule:
@@ -125,7 +67,7 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
         return _Play(table, link.slower(TRUST_HIDING), None, 1.0).run()
     link = link.slower(TRUST)
     best = _Play(table, link, budget, 1.0).run()
-    excess = 1 - budget / max(table.alive, default=1)
+    excess = 1 - budget / (max(table.alive) or 1)
     for surplus in SURPLUS:
         if 0 < excess * surplus < 1:
             best = min(best, _Play(table, link, budget, excess * surplus).run(limit=best.cost_ms), key=lambda each: each.cost_ms)
@@ -185,7 +127,7 @@ class _Play:
         self.absent: list[tuple[int, int]] = []  # (next use, item), sorted
         self.absent_bytes = 0
         self.latest_start = -math.inf  # of the first reload, were there no more stalls; to be found again where it is -inf
-        self.pledged: list[tuple[int, int]] = []  # (next use, item), sorted: copied and not back yet
+        self.pledged: list[tuple[int, int]] = []  # (next use, item), sorted: copied and not used since; without a budget
         self.next_use = [needs[0] if needs else self.num_events for needs in table.needs]
         self.num_uses = [0] * len(self.sizes)
         self.decisions: dict[int, list[Decision]] = {}
@@ -232,9 +174,8 @@ class _Play:
             if self.slip > limit:
                 return Schedule(self.decisions, self.at, self.slip, math.inf)
             wire.advance(wire.now + gaps[position])
-        return Schedule(
-            self.decisions, self.at, self.slip, self.slip + COPY_COST * (wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms)
-        )
+        copied_ms = wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms
+        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * copied_ms)
 
     def _arrive(self, item: int) -> None:
         self.resident[item] = True
@@ -246,8 +187,7 @@ class _Play:
             self.resident[item] = False
         elif self.has_copy[item]:
             self._unlist(item)
-        if self.has_copy[item] and (self.next_use[item], item) in self.pledged:
-            self.pledged.remove((self.next_use[item], item))
+        self._redeem(item)
         self.next_use[item] = -1
 
     def _offer(self, item: int) -> None:
@@ -266,11 +206,14 @@ class _Play:
         self.num_uses[item] += 1
         needs = self.table.needs[item]
         more = self.num_uses[item] < len(needs)
-        if self.has_copy[item] and (self.next_use[item], item) in self.pledged:
-            self.pledged.remove((self.next_use[item], item))
+        self._redeem(item)
         self.next_use[item] = needs[self.num_uses[item]] if more else self.num_events
         if more:
             self._offer(item)
+
+    def _redeem(self, item: int) -> None:
+        if self.budget is None and (self.next_use[item], item) in self.pledged:
+            self.pledged.remove((self.next_use[item], item))
 
     def _unlist(self, item: int) -> None:
         self.absent.remove((self.next_use[item], item))
@@ -296,7 +239,8 @@ class _Play:
         self.issued.append(CopyOut(item))
         self.wire.copy_out(item, self.sizes[item])
         self.has_copy[item] = True
-        insort(self.pledged, (self.next_use[item], item))
+        if self.budget is None:
+            insort(self.pledged, (self.next_use[item], item))
         self._offer(item)
 
     def _victim(self, spared: int, later_than: int = -1) -> int | None:
@@ -352,17 +296,11 @@ class _Play:
 
     def _reload_until(self, due: float, room: int | None) -> None:
         """Start the reloads that must start before then so that every coming use is met."""
-        wire, at = self.wire, self.table.at
+        wire = self.wire
         due += SLACK_MS
         while self.absent and wire.now + wire.backlog_in() < due:
             if self.latest_start == -math.inf:
-                latest, queued, total = math.inf, 0.0, self.absent_bytes * wire.in_ms
-                for use, item in self.absent:
-                    queued += self.sizes[item] * wire.in_ms
-                    latest = min(latest, at[use] - queued)
-                    if at[use] - total >= latest:
-                        break
-                self.latest_start = latest
+                self.latest_start = self._latest_start()
             if self.latest_start + self.slip > due:
                 return
             use, item = self.absent[0]
@@ -374,6 +312,18 @@ class _Play:
             self._reload(item)
             if room is not None:
                 self._offer(item)
+
+    def _latest_start(self) -> float:
+        """Return when the first reload must start so that it and all that follow are in time, were there no stalls."""
+        at, sizes, in_ms = self.table.at, self.sizes, self.wire.in_ms
+        latest, queued, total = math.inf, 0.0, min(HORIZON_MS, self.absent_bytes * in_ms)
+        for use, item in self.absent:
+            queued += sizes[item] * in_ms
+            if at[use] - queued < latest:
+                latest = at[use] - queued
+            if at[use] - total >= latest or queued > HORIZON_MS:
+                break
+        return latest
 
     def _copy_out_until(self, due: float, next_over: int) -> None:
         """Keep the lane to the tier busy until then."""

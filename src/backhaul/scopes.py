@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
+from backhaul._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
 
 
 class Key(NamedTuple):
@@ -53,11 +54,12 @@ class Frame:
 
 
 class Scope:
-    """A module at work: hands out keys for what is saved in it."""
+    """A module at work in a frame: hands out keys for what is saved in it."""
 
-    __slots__ = ("call", "fqn", "module", "num_packs")
+    __slots__ = ("call", "fqn", "frame", "module", "num_packs")
 
     def __init__(self, frame: Frame, fqn: str, module: nn.Module | None) -> None:
+        self.frame = frame
         self.fqn = fqn
         self.module = module
         self.call = frame.calls.get(fqn, 0)
@@ -65,14 +67,14 @@ class Scope:
         self.num_packs = 0
 
     def next_key(self) -> Key:
+        """Return the key of the next saved tensor."""
         self.num_packs += 1
         return Key(self.fqn, self.call, self.num_packs - 1)
 
 
 class Here(threading.local):
-    """Where this thread is: its frame and scope, and whether the handle is paused."""
+    """Where this thread is: its scope, with its frame, and whether the handle is paused."""
 
-    frame: Frame | None = None
     scope: Scope | None = None
     paused: int = 0
 
@@ -80,8 +82,17 @@ class Here(threading.local):
 class Watcher(Protocol):
     """What a wrapper asks of its engine."""
 
-    def running(self, module: nn.Module, fqn: str, *, is_root: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return the context to run the module in; one that does nothing where the module is to run untouched."""
+    @property
+    def here(self) -> Here: ...
+    def pack(self, tensor: Tensor) -> Any: ...
+    def unpack(self, promise: Any) -> Tensor: ...
+
+    def enter(self, module: nn.Module, fqn: str, *, is_root: bool) -> "Scope | None":
+        """Return the scope of a module that is about to run, or ``None`` where it is to run untouched."""
+        ...
+
+    def passed(self) -> None:
+        """Note that a frame's forward has ended well."""
         ...
 
 
@@ -104,9 +115,10 @@ class Wrapper:
         def call(*args: Any, **kwargs: Any) -> Any:
             module = reference()
             assert module is not None
-            context = self.watcher.running(module, fqn, is_root=is_root) if self.watcher is not None else contextlib.nullcontext()
-            with context:
-                return kind.forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
+            forward = previous if previous is not None else functools.partial(kind.forward, module)
+            watcher = self.watcher
+            scope = watcher.enter(module, fqn, is_root=is_root) if watcher is not None else None
+            return forward(*args, **kwargs) if watcher is None or scope is None else run(watcher, scope, forward, args, kwargs)
 
         functools.update_wrapper(call, previous or kind.forward)
         if previous is None:
@@ -127,6 +139,30 @@ class Wrapper:
             del module.__dict__[self.name]
         else:
             module.__dict__[self.name] = self.previous
+
+
+def run(watcher: Watcher, scope: Scope, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run ``forward`` in ``scope``: with the hooks active where the scope opens a frame.
+
+    Interrupts are delivered where Python functions begin and after calls. So nothing is called between ``try`` and the push, and nothing in
+    ``finally`` before the pop: whatever interrupts, no pair of hooks and no scope is left behind.
+    """
+    here, outer, pack, unpack = watcher.here, watcher.here.scope, watcher.pack, watcher.unpack
+    if outer is not None:
+        try:
+            here.scope = scope
+            return forward(*args, **kwargs)
+        finally:
+            here.scope = outer
+    try:
+        here.scope = scope
+        push_saved_tensors_hooks(pack, unpack)
+        result = forward(*args, **kwargs)
+    finally:
+        here.scope = None
+        pop_saved_tensors_hooks()
+    watcher.passed()
+    return result
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:

@@ -4,8 +4,8 @@ Covers: driving flow.py with a list of saves and needs and the compute time betw
 Does not cover: where such a list comes from (profiling), or choosing a plan (planning.py).
 
 [Note: Clock]
-Compute is one queue and each direction of the link another. A copy starts when its turn comes and compute has reached the point of its decision;
-compute waits where a release finds its copy unfinished, and where a need finds its reload unfinished. Nothing else costs time.
+Compute is one queue and each direction of the link another. A copy starts when its turn comes and compute has reached the point of its
+decision; compute waits where a release finds its copy unfinished, and where a need finds its reload unfinished. Nothing else costs time.
 """
 
 from collections.abc import Iterable, Sequence

@@ -26,15 +26,29 @@ class Station:
     """One device of a handle."""
 
     def __init__(self, device: torch.device, activation_budget: int | None) -> None:
-        clock = clock_of(device)
         self.device = device
-        self.flow = Flow(activation_budget=activation_budget)
-        self.timeline = Timeline(clock)
-        self.waits = Waits(clock)
+        self.activation_budget = activation_budget
+        self.clock = clock_of(device)
+        self.waits = Waits(self.clock)
         self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id
         self.limbo: deque[tuple[list[Any], UntypedStorage]] = deque()  # buffers, and the points after which nobody reads them
+        self.flow = Flow(activation_budget=activation_budget)
+        self.timeline = Timeline(self.clock)
         self.fixed_bytes = 0  # resident bytes that cannot be moved
         self.peak_fixed_bytes = 0
+        self._earlier_peak = 0
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """The most saved bytes that were on the device."""
+        return max(self._earlier_peak, self.flow.peak_resident_bytes)
+
+    def start_anew(self) -> None:
+        """Forget what was learned. Nothing that was counted may be alive."""
+        self._earlier_peak = self.peak_resident_bytes
+        self.flow = Flow(activation_budget=self.activation_budget)
+        self.timeline = Timeline(self.clock)
+        self.fixed_bytes = 0
 
     def current_stream(self) -> torch.Stream | None:
         """Return the current stream, and remember it as one that computes; ``None`` on a device without streams."""

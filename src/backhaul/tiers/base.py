@@ -11,6 +11,8 @@ Does not cover: which bytes move and when (flow.py), or any one tier (host.py, d
 * A tier keeps both ends of a copy alive until the copy has ended. ``Transfer.wait`` gives the source up at once, since whoever waited is ordered after it.
 * ``load`` may be called any number of times, also before ``store`` has ended.
 * ``free`` may be called while copies still touch the slot: the bytes are used again only after the last of them. Freeing twice is allowed.
+  It is called by finalizers, which run anywhere, also while this thread holds a lock of the tier's: it appends to a ``collections.deque``
+  and no more, and the bytes are given back when the tier is next used or asked for ``used_bytes``.
 * A tier that has no room raises ``TierFull`` from ``store`` and is unchanged. An ``OSError`` of the medium may come from ``store`` or from ``wait``.
 * Every method may be called from any thread.
 """
@@ -75,7 +77,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def free(self, slot: Slot) -> None:
-        """Give the slot's bytes back to the tier."""
+        """Give the slot's bytes back to the tier, without taking a lock ([Note: Tier contract])."""
 
     @property
     @abc.abstractmethod

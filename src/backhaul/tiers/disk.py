@@ -1,19 +1,8 @@
 """A disk as a tier.
 
-Covers: files that cannot be left behind ([Note: Nameless files]), copies on threads, and the way through host memory for a device
-([Note: Through the host]).
-Does not cover: pinned memory and copy streams (host.py, lanes.py), or when bytes move (flow.py).
-
-[Note: Nameless files]
-Whatever ends the process, an exception, SIGTERM or SIGKILL, must leave no file behind. So no file ever has a name: the system creates it
-without one (``O_TMPFILE``), or it is unlinked as soon as it exists. Only an open descriptor leads to it, the kernel reclaims the space when
-that is closed, nobody else can open it, and nothing needs to be swept.
-* Descriptors are scarce (often 1024), blobs are many. So blobs are appended to a few large files, *segments*. A blob that is freed leaves a
-  hole, whose space goes back to the file system; a segment whose last blob is freed is closed. Offsets are never used twice, so there is no
-  free list and no fragmentation.
-* As many segments are filled at once as there are threads, since writers of one file take turns.
-* A forked child (a data loader's worker) inherits the descriptors, and could keep the space or punch holes in its parent's files. So a
-  segment is emptied before it is closed, and in any process but the one that made the tier ``free`` and ``close`` do nothing.
+Covers: where blobs go, copies on threads, and the way through host memory for a device ([Note: Through the host]).
+Does not cover: files that cannot be left behind (segments.py), pinned memory and copy streams (host.py, lanes.py), or when bytes move
+(flow.py).
 
 [Note: Through the host]
 Files are read and written from host memory. A tensor on a device goes through a ``PinnedHost``, its *stage*:
@@ -28,14 +17,13 @@ Price: bytes pass through the page cache, so some memory is dirty pages until th
 too many.
 """
 
+import collections
 import ctypes
 import os
 import re
-import sys
 import tempfile
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,17 +35,18 @@ import torch
 
 from backhaul.sizes import format_bytes, parse_bytes
 from backhaul.tiers.base import Slot, Tier, TierFull, Transfer
+from backhaul.tiers.rates import BusyRate
+from backhaul.tiers.segments import Segment
 
 if TYPE_CHECKING:
     from backhaul.tiers.host import HostSlot, PinnedHost
 
 NUM_THREADS = 4
 SEGMENT_BYTES = 4 << 30
-BLOCK_BYTES = 4096  # blobs start on file system blocks, so a freed blob gives back every block it used
 
 
 class Disk(Tier):
-    """Keep offloaded bytes in files below ``path`` ([Note: Nameless files]).
+    """Keep offloaded bytes in files below ``path`` ([Note: Nameless files] in segments.py).
 
     Args:
         path: a directory on the disk to use; default ``tempfile.gettempdir()`` (``TMPDIR``). Use a local NVMe disk.
@@ -92,12 +81,15 @@ class Disk(Tier):
         self._capacity = None if capacity is None else parse_bytes(capacity, what="capacity")
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._heads: list[_Segment | None] = [None] * NUM_THREADS  # the segments being filled
+        self._heads: list[Segment | None] = [None] * NUM_THREADS  # the segments being filled
         self._num_stores = 0
         self._num_files = 0
         self._used_bytes = 0
         self._peak_bytes = 0
+        self._freed: collections.deque[DiskSlot] = collections.deque()  # finalizers append to it, without a lock
         self._unwritten_bytes = 0  # promised to blobs, not yet missing from the free space that the file system reports
+        self._writes = BusyRate()
+        self._reads = BusyRate()
         self._pool: ThreadPoolExecutor | None = None
         self._stage: PinnedHost | None = None
         self._streams: dict[torch.device, torch.Stream] = {}  # where h2d copies wait for their targets
@@ -107,6 +99,7 @@ class Disk(Tier):
         if self._closed:
             raise RuntimeError("disk tier: store after close; make a new Disk")
         self._check_process()
+        self._give_back_later()
         if _is_on_host(source):
             slot = self._reserve(source.nbytes)
             slot.stored = self._submit(_HostStore(self, slot, source))
@@ -126,25 +119,18 @@ class Disk(Tier):
         self._check_process()
         with self._lock:
             slot.num_copies += 1
-        if _is_on_host(target):
-            return self._submit(_HostLoad(self, slot, target))
-        return self._submit(_DeviceLoad(self, slot, self._staging(), target))
+        copy = _HostLoad(self, slot, target) if _is_on_host(target) else _DeviceLoad(self, slot, self._staging(), target)
+        self._submit(copy)
+        self._give_back_later()
+        return copy
 
     def free(self, slot: Slot) -> None:
         assert isinstance(slot, DiskSlot)
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            if slot.freed:
-                return
-            slot.freed = True
-            self._used_bytes -= slot.num_bytes
-            unused = slot.num_copies == 0
-        if unused:
-            self._give_back(slot)
+        self._freed.append(slot)
 
     @property
     def used_bytes(self) -> int:
+        self._take_back_freed()
         return self._used_bytes
 
     @property
@@ -158,16 +144,23 @@ class Disk(Tier):
     @property
     def num_files(self) -> int:
         """Files that hold bytes now. None of them has a name, so no directory shows them."""
+        self._take_back_freed()
         return self._num_files
+
+    @property
+    def rates_gbps(self) -> tuple[float, float] | None:
+        writes, reads = self._writes.gbps, self._reads.gbps  # of the files; the copies between device and stage are faster
+        return None if writes is None or reads is None else (writes, reads)
 
     @property
     def pageable_bytes(self) -> int:
         return 0 if self._stage is None else self._stage.pageable_bytes
 
     def close(self) -> None:
-        """Wait for copies under way, then give the threads and the staging memory back. Files go when their last slot is freed."""
+        """Wait for copies under way, then give the threads and the staging memory back. Files go with their last slot."""
         if os.getpid() != self._pid:
             return
+        self._take_back_freed()
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
@@ -195,7 +188,7 @@ class Disk(Tier):
             head_index = self._num_stores % NUM_THREADS
             head = self._heads[head_index]
             if head is None or head.end + num_bytes > SEGMENT_BYTES:
-                head = self._heads[head_index] = _Segment(self.path)
+                head = self._heads[head_index] = Segment(self.path)
                 self._num_files += 1
             slot = DiskSlot(num_bytes, head)
             self._num_stores += 1
@@ -206,14 +199,20 @@ class Disk(Tier):
 
     def _write(self, slot: "DiskSlot", host: torch.Tensor) -> None:
         """Write a blob, unless it was freed meanwhile and nobody waits to read it."""
+        self._take_back_freed()
         with self._lock:
             needed = not slot.freed or slot.num_copies > 1
         try:
             if needed:
-                slot.write(host)
+                with self._writes.measure(slot.num_bytes):
+                    slot.write(host)
         finally:
             with self._lock:
                 self._unwritten_bytes -= slot.num_bytes
+
+    def _read(self, slot: "DiskSlot", host: torch.Tensor) -> None:
+        with self._reads.measure(slot.num_bytes):
+            slot.read(host)
 
     def _end_copy(self, slot: "DiskSlot") -> None:
         with self._lock:
@@ -221,6 +220,31 @@ class Disk(Tier):
             unused = slot.freed and slot.num_copies == 0
         if unused:
             self._give_back(slot)
+
+    def _take_back_freed(self) -> None:
+        """Give back what has been freed since the last call."""
+        for slot in self._newly_unused():
+            self._give_back(slot)
+
+    def _give_back_later(self) -> None:
+        """Count what has been freed since the last call, and leave it to the threads to punch the holes, which takes milliseconds."""
+        for slot in self._newly_unused():
+            self._run(partial(self._give_back, slot))
+
+    def _newly_unused(self) -> "list[DiskSlot]":
+        """Count what has been freed since the last call, and return the slots that no copy touches. Each slot is returned once."""
+        unused: list[DiskSlot] = []
+        if os.getpid() != self._pid:
+            return unused
+        with self._lock:  # around both: whoever finds nothing to take must find it counted
+            while self._freed:
+                slot = self._freed.popleft()
+                if not slot.freed:
+                    slot.freed = True
+                    self._used_bytes -= slot.num_bytes
+                    if slot.num_copies == 0:
+                        unused.append(slot)
+        return unused
 
     def _give_back(self, slot: "DiskSlot") -> None:
         """Return the space of a slot that is freed and that no copy touches. Its segment is open until this slot is off it."""
@@ -238,11 +262,14 @@ class Disk(Tier):
             slot.segment.close()
 
     def _submit(self, copy: "_Copy") -> "_Copy":
+        self._run(copy.run)
+        return copy
+
+    def _run(self, work: Callable[[], None]) -> None:
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="backhaul-disk")
-            self._pool.submit(copy.run)
-        return copy
+            self._pool.submit(work)
 
     def _staging(self) -> "PinnedHost":
         with self._lock:
@@ -272,40 +299,12 @@ def _after(event: torch.Event, stream: torch.Stream) -> Iterator[None]:
         yield
 
 
-class _Segment:
-    """A nameless file that blobs are appended to."""
-
-    def __init__(self, directory: Path) -> None:
-        with tempfile.TemporaryFile(dir=directory) as file:  # readable and writable by its owner alone
-            self.fd = os.dup(file.fileno())
-        self.end = 0
-        self.num_slots = 0
-        self._close = weakref.finalize(self, os.close, self.fd)
-
-    def append(self, num_bytes: int) -> int:
-        offset = self.end
-        self.end += _round_up_to_blocks(num_bytes)
-        self.num_slots += 1
-        return offset
-
-    def punch(self, offset: int, num_bytes: int) -> None:
-        """Give the blocks of one blob back. Where the system cannot, they come back with the whole segment."""
-        if sys.platform == "linux":
-            keep_size, punch_hole = 0x01, 0x02  # linux/falloc.h
-            length = _round_up_to_blocks(num_bytes)
-            ctypes.CDLL(None).fallocate(self.fd, keep_size | punch_hole, ctypes.c_int64(offset), ctypes.c_int64(length))
-
-    def close(self) -> None:
-        os.ftruncate(self.fd, 0)  # a forked child may hold the file open
-        self._close()
-
-
 class DiskSlot(Slot):
     """A blob in a segment. It stays there while it is not freed or a copy touches it."""
 
     __slots__ = ("freed", "kept", "num_copies", "offset", "segment")
 
-    def __init__(self, num_bytes: int, segment: _Segment) -> None:
+    def __init__(self, num_bytes: int, segment: Segment) -> None:
         self.num_bytes = num_bytes
         self.segment = segment
         self.offset = segment.append(num_bytes)
@@ -371,11 +370,11 @@ class _HostStore(_Copy):
 
 class _HostLoad(_Copy):
     def __init__(self, tier: Disk, slot: DiskSlot, target: torch.Tensor) -> None:
-        super().__init__(tier, slot, partial(self._read, slot, target))
+        super().__init__(tier, slot, partial(self._read, tier, slot, target))
 
-    def _read(self, slot: DiskSlot, target: torch.Tensor) -> None:
+    def _read(self, tier: Disk, slot: DiskSlot, target: torch.Tensor) -> None:
         slot.stored.wait()  # it came before in the queue, so a thread has it already
-        slot.read(target)
+        tier._read(slot, target)
 
 
 class _DeviceStore(_Copy):
@@ -406,10 +405,10 @@ class _DeviceLoad(_Copy):
     """Read into the stage, then copy h2d, ordered after the point at which ``load`` was called."""
 
     def __init__(self, tier: Disk, slot: DiskSlot, stage: "PinnedHost", target: torch.Tensor) -> None:
-        super().__init__(tier, slot, partial(self._read, slot, stage, target, tier._ordered_after_now(target.device)))
+        super().__init__(tier, slot, partial(self._read, tier, slot, stage, target, tier._ordered_after_now(target.device)))
         self._h2d: Transfer | None = None
 
-    def _read(self, slot: DiskSlot, stage: "PinnedHost", target: torch.Tensor, ordered: AbstractContextManager[object]) -> None:
+    def _read(self, tier: Disk, slot: DiskSlot, stage: "PinnedHost", target: torch.Tensor, ordered: AbstractContextManager[object]) -> None:
         assert isinstance(slot.stored, _DeviceStore)
         slot.stored.wait_for_thread()  # it came before in the queue, so a thread has it already
         if slot.kept is not None:
@@ -421,12 +420,12 @@ class _DeviceLoad(_Copy):
             staged = stage.reserve(slot.num_bytes, target.device)
         except TierFull:
             pageable = torch.empty(slot.num_bytes, dtype=torch.uint8)
-            slot.read(pageable)
+            tier._read(slot, pageable)
             with ordered:
                 target.copy_(pageable)  # has ended when it returns, so there is no h2d to wait for
             return
         try:
-            slot.read(staged.host)
+            tier._read(slot, staged.host)
             with ordered:
                 self._h2d = stage.load(staged, target)
         finally:
@@ -455,10 +454,6 @@ def filesystem_type(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) 
         mount_point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])  # a space is written \040
         mounts[Path(mount_point)] = tail.split()[0]
     return next((mounts[parent] for parent in (path, *path.parents) if parent in mounts), None)
-
-
-def _round_up_to_blocks(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,68 @@
+"""A learned step that is expected again, and how far the current one has got in it.
+
+Covers: telling which learned event comes next, and when the schedule has to be made anew.
+Does not cover: what the schedule says (scheduling.py), or what to do where a step leaves its course (flow.py).
+"""
+
+from collections.abc import Set as AbstractSet
+from typing import Generic, TypeVar
+
+from backhaul.scheduling import Schedule, schedule
+from backhaul.steps import Key, Pace, Step
+from backhaul.wire import Link
+
+LAST = 1 << 60  # later than every event
+Blob = TypeVar("Blob")
+
+
+class Course(Generic[Blob]):
+    """A learned step that the current one is expected to repeat, and how far it has got."""
+
+    __slots__ = ("basis", "blobs", "cursor", "index", "misses", "needs", "pace", "saves", "schedule", "steady", "step")
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.pace = Pace()
+        self.steady = True  # sizes were the same each time
+        self.schedule: Schedule | None = None
+        self.basis: tuple[Link, int | None] | None = None  # what the schedule was made for; None: to be made (again)
+        self.saves, self.needs = step.index()
+        self.index = {name: item for item, name in enumerate(step.names)}
+        self.restart([])
+
+    def restart(self, blobs: list[Blob | None]) -> None:
+        """Expect the step from its beginning, or from where these blobs have been saved."""
+        self.blobs = blobs + [None] * (len(self.step.names) - len(blobs))  # by item
+        self.cursor = 0
+        self.misses = 0
+
+    def resize(self, step: Step) -> None:
+        """Take the sizes of a step that has gone in this order; make the schedule again if they are other ones."""
+        steady = self.steady and step.sizes == self.step.sizes
+        if steady != self.steady or abs(sum(step.sizes) - sum(self.step.sizes)) > 0.02 * sum(step.sizes):
+            self.basis = None
+        self.step, self.steady = step, steady
+
+    def expects(self, event: int, name: tuple[int, Key]) -> bool:
+        """Say whether this event comes next, in a step that has gone exactly as expected so far."""
+        step = self.step
+        return self.cursor < len(step.events) and step.events[self.cursor] == event and (event < 0 or step.names[event] == name)
+
+    def begins_with(self, step: Step) -> bool:
+        """Say whether the step has gone like this one so far."""
+        return self.step.events[: len(step.events)] == step.events and self.step.names[: len(step.names)] == step.names
+
+    def next_use(self, item: int) -> int:
+        """Return the event that needs the item next, or LAST."""
+        for position in self.needs[item]:
+            if position >= self.cursor:
+                return position
+        return LAST
+
+    def set_out(self, blobs: list[Blob | None], *, link: Link, budget: int | None, avoid: AbstractSet[Key]) -> None:
+        """Expect the step from its beginning, or from where these blobs have been saved; see that the schedule is up to date."""
+        self.restart(blobs)
+        if self.basis != (link, budget) and self.pace.gaps:
+            self.basis = (link, budget)
+            found = schedule(self.step, self.pace.gaps, link=link, budget=budget, avoid=avoid)
+            self.schedule = found.without_spares() if self.steady else found

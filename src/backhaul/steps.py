@@ -1,0 +1,80 @@
+"""The record of a step, and its pace.
+
+Covers: which blobs were saved and needed in which order, what was decided about them, and the compute time in between.
+Does not cover: expecting a step again (course.py), or finding a better schedule for it (scheduling.py).
+"""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from backhaul.wire import CopyOut, Decision, Link, Wire
+
+Key = Hashable  # names a blob from step to step, within its frame: (fqn, call, pack)
+
+DOUBT = 1.1  # of a first step's waits, where nothing shall wait in the next
+JITTER = 1.03  # what the compute of a step may take more than the sum of its least gaps
+
+
+@dataclass
+class Step:
+    """One step as it happened: the order of its events, and what is known of their times.
+
+    An *item* is a movable blob by its place in the order of saving, so that it means the same in every step. An event is the item that was
+    saved, or ``~item`` for one that was needed.
+    """
+
+    events: list[int] = field(default_factory=list)
+    names: list[tuple[int, Key]] = field(default_factory=list)  # by item: ordinal of the frame in the step, key in the frame
+    sizes: list[int] = field(default_factory=list)  # by item: bytes
+    drops: list[int] = field(default_factory=list)  # by item: the event before which it was dropped
+    fixed: list[int] = field(default_factory=list)  # by event: resident bytes that cannot move
+    issued: list[tuple[int, Decision]] = field(default_factory=list)  # (event, decision on an item), as the step went
+
+    def index(self) -> tuple[list[int], list[list[int]]]:
+        """Return by item the event that saved it, and the events that needed it."""
+        saves: list[int] = []
+        needs: list[list[int]] = [[] for _ in self.names]
+        for position, event in enumerate(self.events):
+            if event >= 0:
+                saves.append(position)
+            else:
+                needs[~event].append(position)
+        return saves, needs
+
+
+class Pace:
+    """The compute time between the events of a step, from the times of steps that waited for copies as well."""
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []  # by event: ms of compute until the next; empty while nothing was measured
+        self._seen: deque[list[tuple[bool, float]]] = deque(maxlen=4)  # the latest steps, by event: whether compute waited, ms of compute
+
+    def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0) -> bool:
+        """Take the times at which the device reached each event, less what it waited for our copies. Say whether the gaps have changed.
+
+        Waits are taken for ``doubt`` times what the link explains: above 1, compute is rather taken for too short than for too long.
+        """
+        wire = Wire(link)
+        found: list[tuple[bool, float]] = []
+        issued = iter((*step.issued, (len(step.events), CopyOut(-1))))
+        at, decision = next(issued)
+        for position, (begin, end) in enumerate(zip(ms, (*ms[1:], ms[-1]), strict=True)):
+            wire.advance(begin)
+            begin = max(begin, wire.now)
+            while at == position:
+                wire.play(decision, step.sizes[decision.blob])
+                at, decision = next(issued)
+            event = step.events[position]
+            if event < 0:
+                wire.wait_in(~event)
+            waited = wire.now - begin
+            found.append((waited > 0, max(0.0, end - begin - doubt * waited)))
+        self._seen.append(found)
+        before = sum(self.gaps)
+        # What did not wait is known best. Of the rest, and where the link is slower than is believed, the least is nearest to the truth.
+        least = [min(each)[1] for each in zip(*self._seen, strict=True)]
+        # Where gaps jitter, the least of each is too little in sum; yet the whole step may hold more waits than were explained.
+        scale = min(JITTER, min(sum(gap for _, gap in each) for each in self._seen) / (sum(least) or 1.0))
+        self.gaps = [gap * max(1.0, scale) for gap in least]
+        return abs(sum(self.gaps) - before) > 0.01 * before
