@@ -11,6 +11,7 @@ import gc
 import json
 import platform
 import time
+import warnings
 
 import torch
 from torch import Tensor, nn

@@ -187,6 +187,10 @@ WRITE: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
     "alias_add_": lambda a, b, n: written(a, lambda a: a.detach().add_(0.5)),
 }
 
+LATE = tuple(
+    name for name in WRITE if name != "mul_by_"
+)  # outside the hooks, `a.mul_(a)` saves `a` in its own graph, and torch never frees that
+
 DROP = "drop"
 NAMES = (*MAKE, *MAKE, *WRITE, DROP)  # writes make programs that plain autograd refuses; most should run
 
@@ -343,7 +347,7 @@ def train(program: Program, model: nn.Module) -> Iterator[tuple[list[str], list[
         results: list[list[Outcome]] = []
         frames = []
         for frame in range(program.num_frames):
-            torch.default_generator.manual_seed(frame)  # `torch.manual_seed` formats a stack for each device that is not here
+            torch.default_generator.manual_seed(frame)  # torch.manual_seed formats stacks
             leaves, values = leaves_of(program, step, frame), []
             frames.append(([*leaves, model.weight], model(leaves, log, values)))
             for instruction in program.late_writes:
@@ -396,9 +400,10 @@ def acceptable(managed: Outcome, plain: Outcome, forward: Outcome, *, may_fail: 
         return True
     if isinstance(plain, list):
         return equal(managed, plain)
+    written = "inplace" in str(plain)
     if isinstance(managed, BaseException):
-        return type(managed) is type(plain) and str(managed).split("[")[0] == str(plain).split("[")[0]
-    return "modified by an inplace operation" in str(plain) and equal(managed, forward)
+        return type(managed) is type(plain) and (str(managed) == str(plain) or (written and "inplace" in str(managed)))
+    return written and equal(managed, forward)
 
 
 def assert_acceptable(managed: list[Outcome], plain: list[Outcome], forward: list[Outcome], *, may_fail: bool, where: str) -> None:
@@ -495,7 +500,7 @@ programs = st.builds(
     num_outputs=st.integers(1, 3),
     num_frames=st.integers(1, 3),
     backward=st.sampled_from(BACKWARDS),
-    late_writes=often_empty(instructions(tuple(WRITE), min_size=0, max_size=2)),
+    late_writes=often_empty(instructions(LATE, min_size=0, max_size=2)),
     budget=st.sampled_from([0, 0, None, 1 << 30, 512, 2048]),
     min_bytes=st.sampled_from([0, 0, 0, 64, 200]),
     capacity=st.sampled_from([None, None, None, 1024, 100]),

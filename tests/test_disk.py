@@ -9,7 +9,7 @@ import textwrap
 import threading
 import time
 import weakref
-from pathlib import Path
+from collections import deque
 
 import pytest
 import torch
@@ -17,8 +17,7 @@ import torch
 from backhaul.testing import check_tier
 from backhaul.tiers import disk as disk_module
 from backhaul.tiers.base import ALIGNMENT, TierFull
-from backhaul.tiers.disk import NUM_THREADS, Disk, filesystem_type
-from backhaul.tiers.rates import BusyRate
+from backhaul.tiers.disk import NUM_THREADS, Disk
 
 MiB = 2**20
 
@@ -98,12 +97,31 @@ def test_next_use_of_the_tier_gives_freed_space_back(tier, use):
         time.sleep(0.001)
 
 
-def test_used_bytes_are_right_after_free_while_threads_take_back_what_was_freed(tier):
-    for _ in range(300):
-        slots = [tier.store(noise(100)) for _ in range(3)]
-        for slot in slots:
-            tier.free(slot)
-        assert tier.used_bytes == 0
+def test_room_of_a_freed_blob_is_there_for_the_next_store(tmp_path):
+    tier = Disk(tmp_path, capacity=MiB)
+    for _ in range(3):
+        slot = tier.store(noise(MiB))
+        slot.stored.wait()
+        tier.free(slot)
+
+
+def test_used_bytes_are_right_while_another_thread_takes_back_what_was_freed(tier):
+    class Slow(deque):
+        def popleft(self):
+            slot = super().popleft()
+            time.sleep(0.1)
+            return slot
+
+    slot = tier.store(noise(100))
+    slot.stored.wait()
+    tier._freed = Slow()
+    tier.free(slot)
+    thread = threading.Thread(target=lambda: tier.used_bytes)
+    thread.start()
+    while tier._freed:
+        time.sleep(0.001)
+    assert tier.used_bytes == 0
+    thread.join()
 
 
 @pytest.mark.parametrize("can_punch", [True, False])
@@ -364,7 +382,7 @@ def test_blob_freed_before_its_turn_is_not_written(tier, monkeypatch):
     assert num_bytes == [100] * NUM_THREADS
 
 
-# Rates
+# Speed and needs
 
 
 def test_rates_are_those_of_all_threads_together_and_of_large_blobs(tier, monkeypatch):
@@ -384,85 +402,6 @@ def test_rates_are_those_of_all_threads_together_and_of_large_blobs(tier, monkey
     one_writer, one_reader = MiB / 0.05 / 1e9, MiB / 0.1 / 1e9
     assert 1.5 * one_writer < writes <= 1.1 * NUM_THREADS * one_writer
     assert 1.5 * one_reader < reads <= 1.1 * NUM_THREADS * one_reader
-
-
-def rate_after(*copies):
-    """Return a rate that has seen the copies, one after the other, each of so many MiB in so many seconds, with ten idle seconds between."""
-    now = [0.0]
-    rate = BusyRate(lambda: now[0])
-    for num_mib, seconds in copies:
-        with rate.measure(num_mib * MiB):
-            now[0] += seconds
-        now[0] += 10
-    return rate
-
-
-def test_idle_time_does_not_count():
-    assert rate_after((100, 1), (300, 3)).gbps == pytest.approx(100 * MiB / 1e9)
-
-
-def test_rate_follows_a_disk_that_gets_slower():
-    before, after = [(100, 1)] * 100, [(100, 4)] * 100
-    assert rate_after(*before, *after).gbps == pytest.approx(25 * MiB / 1e9, rel=0.02)
-    assert rate_after(*before, *after[:1]).gbps > 80 * MiB / 1e9
-
-
-def test_failed_copy_does_not_count():
-    rate = rate_after((100, 1))
-    with pytest.raises(OSError, match="broken"), rate.measure(100 * MiB):
-        raise OSError("broken")
-    assert rate.gbps == pytest.approx(100 * MiB / 1e9)
-
-
-# The place
-
-
-def test_directory_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="create it or pass another path"):
-        Disk(tmp_path / "missing")
-
-
-def test_default_is_the_directory_for_temporary_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module.tempfile, "tempdir", str(tmp_path))
-    assert Disk().path == tmp_path
-
-
-def test_directory_in_memory_warns_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module, "filesystem_type", lambda path: "tmpfs")
-    with pytest.warns(UserWarning, match="tmpfs.*TMPDIR") as caught:
-        tier = Disk(tmp_path)
-        tier.free(tier.store(noise(10)))
-        tier.close()
-    assert len(caught) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("/home/me", "ext4"),
-        ("/tmp", "tmpfs"),
-        ("/tmp/deep/down", "tmpfs"),
-        ("/tmpfiles", "ext4"),
-        ("/mnt/two words/x", "xfs"),
-        ("/mnt/é", "btrfs"),
-        ("/over", "nfs"),
-    ],
-)
-def test_file_system_is_that_of_the_longest_mount_point(tmp_path, path, expected):
-    mountinfo = tmp_path / "mountinfo"
-    mountinfo.write_text(
-        "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
-        "28 27 0:25 / /tmp rw shared:3 master:1 - tmpfs tmpfs rw\n"
-        "29 27 0:26 / /mnt/two\\040words rw - xfs /dev/vdb rw\n"
-        "30 27 0:27 / /mnt/é rw - btrfs /dev/vdc rw\n"
-        "31 27 0:28 / /over rw - tmpfs tmpfs rw\n"
-        "32 31 0:29 / /over rw - nfs server:/over rw\n"
-    )
-    assert filesystem_type(Path(path), mountinfo) == expected
-
-
-def test_file_system_is_unknown_where_the_system_does_not_tell(tmp_path):
-    assert filesystem_type(tmp_path, tmp_path / "missing") is None
 
 
 def test_numpy_is_not_needed(tmp_path):

@@ -6,6 +6,7 @@ assert_same_training show faults.
 
 import itertools
 import time
+from collections import deque
 from contextlib import contextmanager
 
 import pytest
@@ -96,6 +97,22 @@ class CountsLateFreesAgain(RecordingTier):
 
 class CountsFreesAtTheNextStore(RecordingTier):
     used_bytes = property(lambda self: self._used_bytes)
+
+
+class TakesBackWhenAskedAlone(RecordingTier):
+    def store(self, source):
+        freed, self._freed = self._freed, deque()
+        try:
+            return super().store(source)
+        finally:
+            self._freed = freed
+
+    def load(self, slot, target):
+        freed, self._freed = self._freed, deque()
+        try:
+            return super().load(slot, target)
+        finally:
+            self._freed = freed
 
 
 class LocksToFree(RecordingTier):
@@ -197,6 +214,7 @@ class NeverDone(RecordingTier):
         (CountsFreesTwice, "freed twice"),
         (CountsLateFreesAgain, "freed twice"),
         (CountsFreesAtTheNextStore, "used_bytes is .* while the slots in use hold"),
+        (lambda: TakesBackWhenAskedAlone(capacity=8 << 20), "though a slot that was freed leaves room"),
         (LocksToFree, "free waits for a lock that is held in (store|_start)"),
         (ForgetsItsPeak, "peak_bytes"),
         (CountsInPages, "used_bytes is 4096 while the slots in use hold 1"),

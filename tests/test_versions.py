@@ -1,4 +1,4 @@
-"""Rule 4: nothing is silently stale. A write in place is answered with autograd's own error or with the value of the forward, never with another."""
+"""Rule 4: nothing is silently stale. A write in place meets autograd's own error or the value of the forward, never another value."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ def as_of_the_forward(function: Callable[..., Tensor], *inputs: Tensor) -> list[
 def assert_never_stale(
     function: Callable[..., Tensor], *inputs: Tensor, options: dict[str, int], after: Callable[[], None] = lambda: None
 ) -> list[Tensor] | str:
-    """Run ``function``, then ``after``, then backward; refusing is allowed only where plain autograd refuses. Return what came of it, three steps on."""
+    """Run ``function``, then ``after``, then backward, three times; it may refuse where plain autograd does. Return the last outcome."""
     plain = function(*inputs)
     after()
     expected = outcome(plain, *inputs)
@@ -116,7 +116,7 @@ def test_c15_write_before_saving_is_no_write(options):
 @pytest.mark.parametrize("keep_first", [True, False])
 @pytest.mark.parametrize("hold", [True, False])
 def test_c15_one_storage_saved_at_two_versions_gives_each_its_own_or_refuses(options, keep_first, hold):
-    """The second save is untouched, so its backward works plain, and must be right managed. The first stays alive, or not; so does the tensor."""
+    """The second save is not written to, so that its backward has to work, whether or not the first one and the tensor itself live on."""
     a = leaf()
     kept: list[Tensor] = []
 
@@ -241,7 +241,7 @@ def test_c15_optimizer_step_before_backward(options):
 
 @BOTH
 def test_c15_write_through_data_is_seen_by_nobody_and_tears_nothing(options):
-    """``.data`` has no version counter, so plain autograd gives the gradient of what was written. The forward's value is allowed, a mixture is not."""
+    """``.data`` counts nothing, so plain autograd gives the gradient of what was written. The forward's value will do, a mixture won't."""
     a = leaf()
     kept: list[Tensor] = []
 

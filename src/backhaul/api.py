@@ -5,7 +5,7 @@ Does not cover: how anything is done (engine.py and below).
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -165,27 +165,39 @@ def release_host_memory() -> None:
 def _named_modules(modules: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the modules to manage with the prefix of their names, or refuse them."""
     if isinstance(modules, nn.Module):
-        named = [("", modules)]
-        if isinstance(modules, (nn.ModuleList, nn.ModuleDict)):  # never called themselves
-            named = list(modules.named_children())
-    else:
-        named = [(str(index), module) for index, module in enumerate(modules)]
-        for index, module in named:
+        named = list(_callable_modules("", modules))
+    elif isinstance(modules, Sequence):
+        for index, module in enumerate(modules):
             if not isinstance(module, nn.Module):
                 raise ValueError(f"modules[{index}] is a {type(module).__name__}, not a module; give torch.nn.Module instances")
+        named = [pair for index, module in enumerate(modules) for pair in _callable_modules(str(index), module)]
+    else:
+        raise ValueError(f"modules is a {type(modules).__name__}; give a torch.nn.Module or a list of them")
     if not named:
         raise ValueError("there is no module to manage: the list is empty")
-    taken: dict[nn.Module, str] = {}
+    names: dict[nn.Module, str] = {}
+    for prefix, root in named:
+        if root in names:
+            raise ValueError(f"{prefix!r} is the same module as {names[root]!r}; give each module once, and none that another one contains")
+        names[root] = prefix
     for prefix, root in named:
         for name, module in root.named_modules(prefix=prefix):
             if wrapper_of(module) is not None:
-                raise ValueError(
-                    f"{name or type(module).__name__!r} is managed by a handle already; remove that handle first, or leave the module out"
-                )
-        if root in taken:
-            raise ValueError(f"{prefix!r} is {taken[root]!r} or inside it; give each module once, and none that another one contains")
-        taken.update((module, prefix) for module in root.modules())
+                known = name or type(module).__name__
+                raise ValueError(f"{known!r} is managed by a handle already; remove that handle first, or leave the module out")
+            if module is not root and module in names:
+                inner, outer = names[module], prefix
+                raise ValueError(f"{inner!r} is inside {outer!r}; give each module once, and none that another one contains")
     return named
+
+
+def _callable_modules(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the module, or where it is a mere container, which is never called, what it contains."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for name, child in module.named_children():
+            yield from _callable_modules(f"{prefix}.{name}" if prefix else name, child)
+    else:
+        yield prefix, module
 
 
 def _tier(tier: "str | Tier | None", named: Sequence[tuple[str, nn.Module]]) -> Tier:

@@ -4,6 +4,7 @@ Covers: telling which learned event comes next, and when the schedule has to be 
 Does not cover: what the schedule says (scheduling.py), or what to do where a step leaves its course (flow.py).
 """
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Generic, TypeVar
 
@@ -11,6 +12,7 @@ from backhaul.scheduling import Schedule, schedule
 from backhaul.steps import Key, Pace, Step
 from backhaul.wire import Link
 
+DRIFT = 0.05  # of the compute of a step that may be elsewhere than planned
 LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
 
@@ -18,14 +20,16 @@ Blob = TypeVar("Blob")
 class Course(Generic[Blob]):
     """A learned step that the current one is expected to repeat, and how far it has got."""
 
-    __slots__ = ("basis", "blobs", "cursor", "index", "misses", "needs", "pace", "saves", "schedule", "steady", "step")
-
     def __init__(self, step: Step) -> None:
         self.step = step
         self.pace = Pace()
         self.steady = True  # sizes were the same each time
         self.schedule: Schedule | None = None
-        self.basis: tuple[Link, int | None] | None = None  # what the schedule was made for; None: to be made (again)
+        self.basis: tuple[Link, int | None] | None = None  # the link and the budget that the schedule was made for,
+        self.planned: list[float] = []  # and the gaps
+        self.stale = False  # sizes or gaps are other ones by now
+        self.num_since = 0  # steps begun since
+        self.num_made = 0  # schedules for this basis
         self.saves, self.needs = step.index()
         self.index = {name: item for item, name in enumerate(step.names)}
         self.restart([])
@@ -37,11 +41,18 @@ class Course(Generic[Blob]):
         self.misses = 0
 
     def resize(self, step: Step) -> None:
-        """Take the sizes of a step that has gone in this order; make the schedule again if they are other ones."""
+        """Take the sizes of a step that has gone in this order."""
         steady = self.steady and step.sizes == self.step.sizes
         if steady != self.steady or abs(sum(step.sizes) - sum(self.step.sizes)) > 0.02 * sum(step.sizes):
-            self.basis = None
+            self.stale = True
         self.step, self.steady = step, steady
+
+    def measure(self, ms: Sequence[float], link: Link, *, doubt: float) -> None:
+        """Take the times of the latest step that has gone in this order."""
+        self.pace.measure(self.step, ms, link, doubt=doubt)
+        moved = sum(abs(gap - planned) for gap, planned in zip(self.pace.gaps, self.planned, strict=False))
+        if moved > DRIFT * sum(self.planned):
+            self.stale = True
 
     def expects(self, event: int, name: tuple[int, Key]) -> bool:
         """Say whether this event comes next, in a step that has gone exactly as expected so far."""
@@ -62,7 +73,11 @@ class Course(Generic[Blob]):
     def set_out(self, blobs: list[Blob | None], *, link: Link, budget: int | None, avoid: AbstractSet[Key]) -> None:
         """Expect the step from its beginning, or from where these blobs have been saved; see that the schedule is up to date."""
         self.restart(blobs)
-        if self.basis != (link, budget) and self.pace.gaps:
-            self.basis = (link, budget)
+        self.num_since += 1
+        anew = self.basis != (link, budget)
+        # A schedule costs the host from tenths of a second to seconds, so after the first few it is made again ever more rarely.
+        if self.pace.gaps and (anew or (self.stale and self.num_since >= min(64, 2 ** max(0, self.num_made - 4)))):
+            self.num_made = 1 if anew else self.num_made + 1
+            self.basis, self.planned, self.stale, self.num_since = (link, budget), self.pace.gaps, False, 0
             found = schedule(self.step, self.pace.gaps, link=link, budget=budget, avoid=avoid)
             self.schedule = found.without_spares() if self.steady else found

@@ -8,8 +8,8 @@ Does not cover: when anything moves (flow.py), how (tiers/), what autograd is gi
 One reentrant lock an engine. Finalizers do not take it: they append to ``grave``, which the next pack or unpack drains.
 
 [Note: Interrupts]
-A KeyboardInterrupt may come between any two steps here and in flow.py, and leave their counts at odds. Then the engine is shaken: tensors are
-kept, what has left is brought back when it is needed, flow.py is not asked. Once nothing of that step is alive the counts begin anew.
+A KeyboardInterrupt may come between any two steps here and in flow.py, and leave their counts at odds. Then the engine is shaken: tensors
+are kept, what has left is brought back when it is needed, flow.py is not asked. Once nothing of that step is alive the counts begin anew.
 """
 
 import contextlib
@@ -33,11 +33,23 @@ from backhaul.saved import Blob, Dead, Kept, Layout, Parts, Promise, Recast, Sav
 from backhaul.scopes import Frame, Here, Scope, Storages, plain_tensors
 from backhaul.sizes import format_bytes
 from backhaul.stations import Station
-from backhaul.tiers.base import Tier, TierFull
+from backhaul.tiers.base import Slot, Tier, TierFull
 
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
 DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 NOTHING = contextlib.nullcontext()
+
+
+@dataclass
+class Record:
+    """What is known of a blob, which it outlives by a moment."""
+
+    blob: "weakref.ref[Blob]"
+    station: Station
+    frame: int
+    addresses: list[int]  # where the table has it
+    fixed_bytes: int = 0  # counted as resident bytes that cannot move
+    slot: Slot | None = None
 
 
 @dataclass
@@ -62,7 +74,7 @@ class Engine:
         self.grave: deque[Any] = deque()
         self.stations: dict[torch.device, Station] = {}
         self.table: dict[int, weakref.ref[Blob]] = {}  # by id of the storage; a blob knows whether it is really its own
-        self.blobs: dict[int, tuple[weakref.ref[Blob], Station]] = {}
+        self.records: dict[int, Record] = {}  # by number of the blob
         self.frames: dict[int, OpenFrame] = {}
         self.owned = Storages()
         self.futile: Counter[Any] = Counter()
@@ -71,6 +83,12 @@ class Engine:
         self.shaken = False  # interrupted in the middle ([Note: Interrupts])
         self._warned: set[str] = set()
         self._accelerated: bool | None = None
+
+    def __del__(self) -> None:
+        # The hooks that autograd holds keep us alive as long as anything is saved. What is left here are slots whose blobs died last.
+        for record in self.records.values():
+            if record.slot is not None:
+                self.tier.free(record.slot)
 
     # Entering and leaving
 
@@ -241,22 +259,28 @@ class Engine:
         blob.reason = reason
         reference = weakref.ref(blob)
         self.table[id(storage)] = reference
-        self.blobs[blob.num] = (reference, station)
+        self.records[blob.num] = Record(reference, station, frame.num, [id(storage)])
         self.frames[frame.num].blobs.add(blob.num)
         self.tally.saved(blob.key.fqn, num_bytes, reason)
         if reason in ("small", "empty"):
-            station.fix(num_bytes)
+            self._fix(blob)
             station.flow.saved(blob.num, frame=frame.num, key=blob.key, num_bytes=num_bytes, movable=False)
             return Kept(tensor, blob)
         view = View(tensor)
         blob.views.append(view)
         blob.stream = station.current_stream()
         if reason:
-            station.fix(num_bytes)
+            self._fix(blob)
             station.flow.saved(blob.num, frame=frame.num, key=blob.key, num_bytes=num_bytes, movable=False)
         else:
             self._offer(station, blob, frame)
         return Saved(blob, view)
+
+    def _fix(self, blob: Blob) -> None:
+        """Count a blob as one that cannot move."""
+        record = self.records[blob.num]
+        record.fixed_bytes = blob.num_bytes
+        record.station.fix(blob.num_bytes)
 
     def _offer(self, station: Station, blob: Blob, frame: Frame) -> None:
         decisions = station.flow.saved(blob.num, frame=frame.num, key=blob.key, num_bytes=blob.num_bytes, movable=True)
@@ -269,7 +293,8 @@ class Engine:
             self.tally.saved(scope.fqn, blob.num_bytes, "shared with an earlier pass")
         if blob.reason in ("small", "empty"):
             return Kept(tensor, blob)
-        _, station = self.blobs[blob.num]
+        record = self.records[blob.num]
+        station = record.station
         view = View(tensor)
         blob.views.append(view)
         if blob.released:  # somebody has kept it alive and saves it again: the tier has it already
@@ -277,6 +302,7 @@ class Engine:
         if blob.reason == "slice" and tensor.numel() * tensor.element_size() * SLICE >= blob.num_bytes:
             self.tally.keeps_instead(blob.num_bytes, "", instead_of=blob.reason)
             blob.reason = ""
+            record.fixed_bytes = 0
             station.fix(-blob.num_bytes)
             station.flow.dropped(blob.num)
             self._offer(station, blob, blob.frame)
@@ -335,16 +361,23 @@ class Engine:
 
     def _keep_whole(self, tensor: Tensor, reason: str) -> Promise:
         _, scope = self._where()
-        num_bytes = tensor.numel() * tensor.element_size()
-        self.tally.saved(scope.fqn, num_bytes, reason)
+        self.tally.saved(scope.fqn, sum(part.numel() * part.element_size() for part in _dense_parts(tensor)), reason)
         return Kept(tensor)
 
     def _take_apart(self, tensor: Tensor) -> Promise:
         bare = tensor.detach()
         names, context = bare.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: getattr(bare, name) for name in names}
-        promises = {name: self._promise(part) for name, part in inner.items() if isinstance(part, Tensor)}
-        return Parts(tensor, promises, {name: part for name, part in inner.items() if name not in promises}, context)
+        # A jagged size is known by the very object that holds the offsets, so that object must come back.
+        jagged = any(not isinstance(length, int) for length in tensor.size())
+        promises: dict[str, Promise] = {}
+        plain: dict[str, Any] = {}
+        for name in names:
+            part = getattr(bare, name)
+            if isinstance(part, Tensor) and not (jagged and not part.is_floating_point() and not part.is_complex()):
+                promises[name] = self._promise(part)
+            else:
+                plain[name] = getattr(tensor, name)
+        return Parts(tensor, promises, plain, context)
 
     def _on_accelerator(self) -> bool:
         """Say whether the managed modules live on an accelerator, so that tensors on the host are none of ours."""
@@ -369,7 +402,7 @@ class Engine:
         """Have the blob on the device and order the current stream after its arrival."""
         if blob.reason:
             return
-        _, station = self.blobs[blob.num]
+        station = self.records[blob.num].station
         was_released = blob.released
         if not self.shaken:
             decisions = station.flow.needed(blob.num)
@@ -394,8 +427,8 @@ class Engine:
 
     def _carry_out(self, station: Station, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
-            entry = self.blobs.get(decision.blob)
-            blob = entry[0]() if entry is not None else None
+            record = self.records.get(decision.blob)
+            blob = record.blob() if record is not None else None
             if blob is None or blob.reason:
                 continue
             if isinstance(decision, CopyOut):
@@ -413,7 +446,7 @@ class Engine:
             return
         try:
             with _on(blob.stream):
-                blob.slot = self.tier.store(blob.source())
+                blob.slot = self.records[blob.num].slot = self.tier.store(blob.source())
         except (TierFull, OSError) as error:
             self._tier_failed(station, blob, error)
             return
@@ -434,8 +467,9 @@ class Engine:
         try:
             station.wait_to_drop(slot.stored, blob.source())
         except BaseException as error:  # the copy failed: whatever it was, the tensor is still here and the slot is of no use
-            blob.slot = None  # it holds the error, whose traceback may hold the graph, which holds us
+            blob.slot = self.records[blob.num].slot = None
             self.tier.free(slot)
+            _ = self.tier.used_bytes  # takes the slot back now: it holds the error, whose traceback may hold the graph
             self.tally.takes_back(blob.key.fqn, blob.num_bytes)
             if not isinstance(error, OSError):
                 self._keep(station, blob, "tier failed")
@@ -458,7 +492,9 @@ class Engine:
             incoming = self.tier.load(blob.slot, target)
         storage = target.untyped_storage()
         blob.move_to(storage, incoming)
-        self.table[id(storage)] = self.blobs[blob.num][0]
+        record = self.records[blob.num]
+        record.addresses.append(id(storage))
+        self.table[id(storage)] = record.blob
         self.tally.reloaded_bytes += blob.num_bytes
 
     def _was_futile(self, station: Station, blob: Blob) -> None:
@@ -471,7 +507,7 @@ class Engine:
 
     def _keep(self, station: Station, blob: Blob, reason: str) -> None:
         blob.reason = reason
-        station.fix(blob.num_bytes)
+        self._fix(blob)
         station.flow.keep(blob.num)
         self.tally.keeps_instead(blob.num_bytes, reason)
 
@@ -496,28 +532,39 @@ class Engine:
             else:
                 self._end_frame(item)
             grave.popleft()
-        if self.shaken and not self.blobs and not self.frames:
-            for station in self.stations.values():
-                station.start_anew()
-            self.shaken = False
+        if self.shaken:
+            self._sweep()
+            if not self.records and not self.frames:
+                for station in self.stations.values():
+                    station.start_anew()
+                self.shaken = False
+
+    def _sweep(self) -> None:
+        """Tidy up after what is gone without a word: an interrupt may cut a finalizer short."""
+        for num, record in list(self.records.items()):
+            if record.blob() is None:
+                self._bury(Dead(num, None))
+        for num in list(self.frames):
+            self._end_frame(num)
 
     def _bury(self, dead: Dead) -> None:
-        entry = self.blobs.pop(dead.num, None)
-        if entry is not None:
-            reference, station = entry
-            for address in dead.addresses:
-                if self.table.get(address) is reference:
-                    del self.table[address]
-            if dead.storage is not None:
-                station.hold(dead.storage)
-            if not self.shaken:
-                if dead.fixed_bytes:
-                    station.fix(-dead.fixed_bytes)
-                station.flow.dropped(dead.num)
-        opened = self.frames.get(dead.frame)
+        record = self.records.pop(dead.num, None)
+        if record is None:
+            return
+        for address in record.addresses:
+            if self.table.get(address) is record.blob:
+                del self.table[address]
+        if record.slot is not None:
+            self.tier.free(record.slot)
+        if dead.storage is not None:
+            record.station.hold(dead.storage)
+        if not self.shaken:
+            record.station.fix(-record.fixed_bytes)
+            record.station.flow.dropped(dead.num)
+        opened = self.frames.get(record.frame)
         if opened is not None:
             opened.blobs.discard(dead.num)
-            self._end_frame(dead.frame)
+            self._end_frame(record.frame)
 
     def _end_frame(self, num: int) -> None:
         """Close a frame if nothing of it is alive."""
@@ -556,6 +603,18 @@ class Engine:
                     f"activation_budget={format_bytes(budget)} is below the {format_bytes(fixed)} of saved tensors on {station.device} "
                     f"that cannot be moved ({kept}); give that at least, lower min_bytes, or use 0 to move all that can move"
                 )
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return what a tensor consists of in memory."""
+    if tensor.layout is torch.sparse_coo:
+        bare = tensor.detach()
+        return bare._indices(), bare._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values().detach()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values().detach()
+    return (tensor,)
 
 
 def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:

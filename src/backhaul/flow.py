@@ -269,10 +269,8 @@ class Flow:
         They are passed over where nothing was learned from that step, or where an exception has cost some of them.
         """
         course = self._last
-        if course is None or len(ms) != len(course.step.events):
-            return
-        if course.pace.measure(course.step, ms, self.link, doubt=DOUBT if self.activation_budget is None else 1.0):
-            course.basis = None
+        if course is not None and len(ms) == len(course.step.events):
+            course.measure(ms, self.link, doubt=DOUBT if self.activation_budget is None else 1.0)
 
     # -- residency -----------------------------------------------------------------------------------------------------------------------
 

@@ -61,9 +61,10 @@ def flat(storage: UntypedStorage) -> Tensor:
 def modified_in_place(tensor: Tensor, expected: int) -> RuntimeError:
     """Return the error that autograd raises for a saved tensor that was written in place."""
     found = _torch.version_of(tensor)
+    kind = tensor.type() if type(tensor) is Tensor else type(tensor).__name__
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
+        f"[{kind} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
         "detection to find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
     )
 
@@ -93,19 +94,17 @@ class View:
         """Look at the storage that was given up."""
         self.alias.data = self.layout.view(storage)
 
-    def move_to(self, storage: UntypedStorage) -> None:
-        """Look at another storage with the same bytes, whose writes count from now on."""
-        self.alias = self.layout.view(storage)
-        self.version = _torch.version_of(self.alias)
+    def move_to(self, root: Tensor) -> None:
+        """Look at another storage with the same bytes, all of whose aliases share ``root``'s version counter."""
+        self.alias = root.detach()
+        self.alias.data = self.layout.view(root.untyped_storage())
+        self.version = _torch.version_of(root)
 
 
 class Dead(NamedTuple):
-    """What is left to tidy up after a blob."""
+    """Says that a blob is gone."""
 
     num: int
-    frame: int
-    addresses: tuple[int, ...]
-    fixed_bytes: int  # counted as resident bytes that cannot move
     storage: UntypedStorage | None  # kept only where more than one stream may still read it
 
 
@@ -113,7 +112,7 @@ class Blob:
     """One storage that at least one saved tensor needs, wherever its bytes are."""
 
     __slots__ = (
-        "__weakref__", "addresses", "frame", "grave", "home", "incoming", "key", "num", "num_bytes", "outlives",
+        "__weakref__", "frame", "grave", "home", "incoming", "key", "num", "num_bytes", "outlives",
         "reason", "released", "slot", "stored", "stream", "tier", "views",
     )  # fmt: skip
 
@@ -125,7 +124,6 @@ class Blob:
         self.grave = grave
         self.num_bytes = storage.nbytes()
         self.home = weakref.ref(storage)  # what the views look at now, or looked at last
-        self.addresses: tuple[int, ...] = (id(storage),)  # where the engine's table has us; never an identity by themselves
         self.views: list[View] = []
         self.reason = ""  # why it stays on the device, if it does
         self.stream: torch.Stream | None = None  # the compute stream at pack
@@ -169,18 +167,17 @@ class Blob:
 
     def move_to(self, storage: UntypedStorage, incoming: Transfer) -> None:
         """Take a new storage, which ``incoming`` fills, as the device copy."""
+        root = flat(storage)
         for view in self.views:
-            view.move_to(storage)
+            view.move_to(root)
         self.home = weakref.ref(storage)
-        self.addresses += (id(storage),)
         self.incoming = incoming
         self.released = False
 
     def __del__(self) -> None:
-        storage = self.home() if self.outlives and not self.released else None
         if self.slot is not None:
             self.tier.free(self.slot)
-        self.grave.append(Dead(self.num, self.frame.num, self.addresses, self.num_bytes if self.reason else 0, storage))
+        self.grave.append(Dead(self.num, self.home() if self.outlives and not self.released else None))
 
 
 Bring = Callable[[Blob], None]
@@ -244,23 +241,37 @@ class Recast:
 
 
 class Parts:
-    """The promise for a wrapper subclass (``DTensor``, jagged tensors, ...): its inner tensors' promises and how to put them together."""
+    """The promise for a wrapper subclass (``DTensor``, jagged tensors, ...): its inner tensors' promises and how to put them together.
 
-    __slots__ = ("context", "kind", "outer", "parts", "plain", "size", "stride", "version")
+    The wrapper has a version counter of its own, which a detached shell of it shares.
+    """
+
+    __slots__ = ("context", "kind", "parts", "plain", "shell", "size", "stride", "version")
 
     def __init__(self, tensor: Tensor, parts: dict[str, Promise], plain: dict[str, Any], context: Any) -> None:
         self.kind: Any = type(tensor)
         self.parts = parts
-        self.plain = plain  # what else it flattens to: a DTensor's mesh
+        self.plain = plain  # what else it flattens to: a DTensor's mesh, the offsets that identify a jagged size
         self.context = context
         self.size, self.stride = tensor.size(), tensor.stride()
-        self.outer = weakref.ref(tensor)  # the wrapper has a version counter of its own; once it is dead nobody writes through it
+        self.shell = _empty_shell(tensor.detach())
         self.version = _torch.version_of(tensor)
 
     def restore(self, bring: Bring) -> Tensor:
-        outer = self.outer()
-        if outer is not None and _torch.version_of(outer) != self.version:
-            raise modified_in_place(outer, self.version)
+        """Restore the inner tensors and build the wrapper around them."""
+        if _torch.version_of(self.shell) != self.version:
+            raise modified_in_place(self.shell, self.version)
         inner = {**self.plain, **{name: promise.restore(bring) for name, promise in self.parts.items()}}
         tensor: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return tensor
+
+
+def _empty_shell(wrapper: Any) -> Any:
+    """Let a wrapper go of the tensors inside it."""
+    for name in wrapper.__tensor_flatten__()[0]:
+        inner = getattr(wrapper, name)
+        if isinstance(inner, Tensor) and _torch.is_wrapper_subclass(inner):
+            _empty_shell(inner)
+        elif isinstance(inner, Tensor):
+            setattr(wrapper, name, torch.empty(0, dtype=inner.dtype, device=inner.device))
+    return wrapper

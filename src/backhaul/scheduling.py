@@ -8,14 +8,15 @@ A step is a list of events, saves and needs, with the compute time between them.
 link, greedily, with its whole future known, and it is a list of decisions for each event:
 
 * Copy out, whenever the lane is idle before the next event: the resident blob whose next use is furthest, if a round trip ends before that
-  use and the budget is still to be exceeded before it. Without a budget, only if every reload it joins can be in time.
+  use. Without a budget, only if every reload that it joins can be in time.
 * Release, only when room is needed: the copied blob whose next use is furthest and whose copy has ended. Where there is none, compute
   waits for the copy that ends first. Without a budget, release whatever has been copied.
 * Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
   later.
 
 Bytes moved beyond what the budget needs slow down the other direction and the compute beside them, so only the longest-lived share of each
-frame may leave. A few shares are played, and the one that costs least is kept.
+frame may leave. A few shares are played, and the one that costs least is kept; copies of what is then never released are left out, unless
+sizes change from step to step, where they are spares.
 """
 
 import heapq
@@ -65,11 +66,13 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
     table = _Table(step, gaps, avoid)
     if budget is None:
         return _Play(table, link.slower(TRUST_HIDING), None, 1.0).run()
+    excess = 1 - budget / (max(table.alive) or 1)
+    if excess <= 0:
+        return Schedule({}, table.at, 0.0, 0.0)
     link = link.slower(TRUST)
     best = _Play(table, link, budget, 1.0).run()
-    excess = 1 - budget / (max(table.alive) or 1)
     for surplus in SURPLUS:
-        if 0 < excess * surplus < 1:
+        if excess * surplus < 1:
             best = min(best, _Play(table, link, budget, excess * surplus).run(limit=best.cost_ms), key=lambda each: each.cost_ms)
     return best
 
@@ -138,12 +141,6 @@ class _Play:
     def run(self, limit: float = math.inf) -> Schedule:
         """Play the step to its end, or until it costs more than ``limit``."""
         table, wire, gaps = self.table, self.wire, self.table.gaps
-        over = self.num_events
-        next_over = [over] * (self.num_events + 1)  # by event: the first from here on at which something must be away
-        for position in range(self.num_events - 1, -1, -1):
-            if self.budget is None or table.alive[position] > self.budget:
-                over = position
-            next_over[position] = over
         for position, event in enumerate(table.step.events):
             for item in table.drops.get(position, ()):
                 self._drop(item)
@@ -165,7 +162,7 @@ class _Play:
             if room is None:
                 self._release_copied(item)
             self._reload_until(due, room)
-            self._copy_out_until(due, next_over[position])
+            self._copy_out_until(due)
             if event < 0:
                 wire.wait_in(item)
             self.slip += wire.now - arrival
@@ -325,14 +322,14 @@ class _Play:
                 break
         return latest
 
-    def _copy_out_until(self, due: float, next_over: int) -> None:
+    def _copy_out_until(self, due: float) -> None:
         """Keep the lane to the tier busy until then."""
         wire = self.wire
         while self.leavers and wire.now + wire.backlog_out() < due:
             use, item = -self.leavers[0][0], self.leavers[0][1]
             if not self.resident[item] or self.has_copy[item] or use != self.next_use[item]:
                 heapq.heappop(self.leavers)
-            elif use <= next_over or not self._pays(item, use):
+            elif not self._pays(item, use):
                 return
             else:
                 heapq.heappop(self.leavers)

@@ -107,7 +107,8 @@ class Wrapper:
         self.name = "forward" if _torch.compiled_call(module) is None else "_compiled_call_impl"
         self.previous: Callable[..., Any] | None = module.__dict__.get(self.name)
         module.__dict__[self.name] = self.call = self._make(module)
-        module.__dict__["__getstate__"] = functools.partial(_state_without_wrappers, self.module)
+        self.getstate = functools.partial(_state_without_wrappers, self.module)
+        module.__dict__["__getstate__"] = self.getstate
 
     def _make(self, module: nn.Module) -> Callable[..., Any]:
         reference, kind, previous, fqn, is_root = self.module, type(module), self.previous, self.fqn, self.is_root
@@ -126,15 +127,19 @@ class Wrapper:
             with contextlib.suppress(ValueError, TypeError):
                 call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
         call.__backhaul__ = self  # type: ignore[attr-defined]
-        return call
+        # Where a module that is managed gets compiled, this frame runs as it is, and what it calls is compiled as a frame of its own.
+        return torch.compiler.disable(call, recursive=False)  # type: ignore[no-any-return]
 
     def remove(self) -> None:
         """Put the module back as it was. Where somebody has wrapped it since, leave an inert wrapper inside theirs."""
         self.watcher = None
         module = self.module()
-        if module is None or module.__dict__.get(self.name) is not self.call:
+        if module is None:
             return
-        module.__dict__.pop("__getstate__", None)
+        if module.__dict__.get("__getstate__") is self.getstate:
+            del module.__dict__["__getstate__"]
+        if module.__dict__.get(self.name) is not self.call:
+            return
         if self.previous is None:
             del module.__dict__[self.name]
         else:

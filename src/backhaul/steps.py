@@ -50,8 +50,8 @@ class Pace:
         self.gaps: list[float] = []  # by event: ms of compute until the next; empty while nothing was measured
         self._seen: deque[list[tuple[bool, float]]] = deque(maxlen=4)  # the latest steps, by event: whether compute waited, ms of compute
 
-    def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0) -> bool:
-        """Take the times at which the device reached each event, less what it waited for our copies. Say whether the gaps have changed.
+    def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0) -> None:
+        """Take the times at which the device reached each event, less what it waited for our copies.
 
         Waits are taken for ``doubt`` times what the link explains: above 1, compute is rather taken for too short than for too long.
         """
@@ -71,10 +71,8 @@ class Pace:
             waited = wire.now - begin
             found.append((waited > 0, max(0.0, end - begin - doubt * waited)))
         self._seen.append(found)
-        before = sum(self.gaps)
         # What did not wait is known best. Of the rest, and where the link is slower than is believed, the least is nearest to the truth.
         least = [min(each)[1] for each in zip(*self._seen, strict=True)]
         # Where gaps jitter, the least of each is too little in sum; yet the whole step may hold more waits than were explained.
         scale = min(JITTER, min(sum(gap for _, gap in each) for each in self._seen) / (sum(least) or 1.0))
         self.gaps = [gap * max(1.0, scale) for gap in least]
-        return abs(sum(self.gaps) - before) > 0.01 * before

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,9 +146,13 @@ def _check_full(bench: _Bench) -> None:
         raise AssertionError(f"store does not raise TierFull for one byte more than the capacity of {capacity}")
     assert (tier.used_bytes, tier.peak_bytes) == before, "a store that raised TierFull changed used_bytes or peak_bytes"
     assert all(bench.holds(slot, content) for slot in slots), "a store that raised TierFull changed the bytes of other slots"
-    tier.free(slots[0])
-    slots[0] = bench.store(content)  # raises TierFull where the room of a freed slot cannot be used again
-    assert bench.holds(slots[0], content), "the room of a freed slot does not keep new bytes"
+    for index in range(2):
+        tier.free(slots[index])
+        try:
+            slots[index] = bench.store(content)
+        except TierFull as error:
+            raise AssertionError("store raises TierFull though a slot that was freed leaves room") from error
+        assert bench.holds(slots[index], content), "the room of a freed slot does not keep new bytes"
     for slot in slots:
         tier.free(slot)
 
@@ -220,7 +225,7 @@ def _check_double_free(bench: _Bench) -> None:
 
 
 def _check_free_takes_no_lock(bench: _Bench) -> None:
-    """Free a slot at every line that the tier's methods run: on another thread, which waits for any lock that is held there, an RLock too."""
+    """Free a slot at every line that the tier runs, on another thread: it waits for any lock that the tier holds there, an RLock too."""
     content = bench.noise(ALIGNMENT, seed=0)
     spares = [bench.store(content) for _ in range(300)]
     requests: SimpleQueue[Slot | None] = SimpleQueue()  # of all that threads talk by, it alone takes no Python lock that a tier may hold
@@ -232,7 +237,7 @@ def _check_free_takes_no_lock(bench: _Bench) -> None:
             bench.tier.free(slot)
             answers.put(None)
 
-    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
         if spares and not waited_in:
             requests.put(spares.pop())
             try:
