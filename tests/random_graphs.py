@@ -77,7 +77,7 @@ class WritesSaved(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         result = gradient * x
-        if not torch.is_grad_enabled():
+        if x.is_contiguous() and not torch.is_grad_enabled():
             x.mul_(3)
         return result
 
@@ -402,7 +402,8 @@ def acceptable(managed: Outcome, plain: Outcome, forward: Outcome, *, may_fail: 
         return equal(managed, plain)
     written = "inplace" in str(plain)
     if isinstance(managed, BaseException):
-        return type(managed) is type(plain) and (str(managed) == str(plain) or (written and "inplace" in str(managed)))
+        same = str(managed) == str(plain) or (written and ("inplace" in str(managed) or str(managed) == str(forward)))
+        return type(managed) is type(plain) and same
     return written and equal(managed, forward)
 
 
@@ -524,7 +525,9 @@ def check_many(num_programs: int, *, derandomize: bool) -> Count:
     @given(programs)
     def every_program(program: Program) -> None:
         note(str(program))
-        check(program, count)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's own, about casts
+            check(program, count)
 
     torch.set_num_threads(1)
     gc.collect()

@@ -69,7 +69,7 @@ def assert_clean(handle: bh.Handle, model: nn.Module, tier: RecordingTier) -> No
     assert handle.stats.resident_bytes == tier.used_bytes == 0
     here, engine = handle._engine.here, handle._engine
     assert (here.scope, here.paused) == (None, 0)
-    assert (len(engine.frames), len(engine.records), len(engine.table)) == (0, 0, 0)
+    assert (len(engine.registry.frames), len(engine.registry.records), len(engine.registry.table)) == (0, 0, 0)
     for _ in range(2):
         assert same(step(model), EXPECTED)
     assert _torch.top_saved_tensors_hooks() is None
@@ -82,11 +82,10 @@ def once(number: int, kind: type[BaseException], *arguments: object) -> Callable
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
+def _quick_collections() -> None:
+    """Spare the collector what is there already; all of torch is much to look through, hundreds of times."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 ERRORS = pytest.mark.parametrize("kind", [BrokenError, KeyboardInterrupt, SystemExit, GeneratorExit, torch.OutOfMemoryError])

@@ -371,7 +371,7 @@ def test_a_model_that_is_called_within_another_managed_frame_belongs_to_that_fra
 def count_frames(handle: bh.Handle, run: Callable[[], object]) -> int:
     result = run()
     handle.stats  # noqa: B018 - drains
-    number = len(handle._engine.frames)
+    number = len(handle._engine.registry.frames)
     del result
     return number
 

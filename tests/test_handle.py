@@ -222,7 +222,7 @@ def test_a_managed_module_inside_a_region_belongs_to_the_region_s_frame():
     with everything(model) as handle:
         with handle.region():
             loss = loss_of()
-            assert len(handle._engine.frames) == 1
+            assert len(handle._engine.registry.frames) == 1
         assert same(torch.autograd.grad(loss, list(model.parameters())), expected)
         assert {"region", "", "blocks.0"} <= {row.fqn for row in handle.report().modules}
 

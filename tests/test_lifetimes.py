@@ -350,9 +350,9 @@ def test_c09_with_backward_inside_and_outside_the_context_everything_is_back_at_
         optimizer.zero_grad(set_to_none=True)
         assert resident_bytes(handle) == tier.used_bytes == 0
     engine = handle._engine
-    assert not engine.frames
-    assert not engine.records
-    assert not engine.table
+    assert not engine.registry.frames
+    assert not engine.registry.records
+    assert not engine.registry.table
     stores = {record.slot for record in tier.records if record.event == "store"}
     assert stores == {record.slot for record in tier.records if record.event == "free"}
 
@@ -369,7 +369,7 @@ def test_c09_two_hundred_steps_leave_memory_and_tables_flat():
                 before = process.memory_info().rss
         assert process.memory_info().rss - before < 5 << 20
         assert resident_bytes(handle) == tier.used_bytes == 0
-        assert len(handle._engine.records) == len(handle._engine.frames) == len(handle._engine.table) == 0
+        assert len(handle._engine.registry.records) == len(handle._engine.registry.frames) == len(handle._engine.registry.table) == 0
 
 
 def test_c09_backward_after_the_handle_has_been_removed_still_works():

@@ -71,16 +71,18 @@ def test_what_is_neither_a_module_nor_a_list_is_refused(thing):
 
 def test_a_module_given_twice_is_refused():
     block = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"'1' is '0' or inside it; give each module once"):
+    with pytest.raises(ValueError, match=r"'1' .*'0'.*; give each (module )?once"):
         bh.offload([block, block])
     assert wrapper_of(block) is None
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["outer first", "inner first"])
-def test_a_module_inside_another_is_refused(order):
+@pytest.mark.parametrize(
+    ("order", "names"), [((0, 1), "'1' is inside '0'"), ((1, 0), "'0' is inside '1'")], ids=["outer first", "inner first"]
+)
+def test_a_module_inside_another_is_refused(order, names):
     model = Net()
     modules = [model, model.blocks[1]]
-    with pytest.raises(ValueError, match="give each module once, and none that another one contains"):
+    with pytest.raises(ValueError, match=rf"{names}.*; (give each module once|leave one of them out)"):
         bh.offload([modules[index] for index in order])
     assert not managed(model)
 

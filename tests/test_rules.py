@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backhaul import _torch, scopes
 from backhaul.engine import Engine
+from backhaul.registry import Registry
 from backhaul.flow import Flow
 from backhaul.saved import Saved, View
 from backhaul.scopes import Storages
@@ -101,7 +102,7 @@ def check_tensors_of_the_same_size_are_told_apart() -> None:
 
 
 def know_no_storage_again(patches: Patch) -> None:
-    patches.setattr(Engine, "_lookup", lambda self, storage: None)
+    patches.setattr(Registry, "find", lambda self, storage: None)
 
 
 def know_storages_by_size(patches: Patch) -> None:
@@ -115,7 +116,7 @@ def know_storages_by_size(patches: Patch) -> None:
         return promise
 
     patches.setattr(Engine, "pack", noting)
-    patches.setattr(Engine, "_lookup", lambda self, storage: blobs.get(storage.nbytes(), lambda: None)())
+    patches.setattr(Registry, "find", lambda self, storage: blobs.get(storage.nbytes(), lambda: None)())
 
 
 def test_rule_2_a_storage_is_copied_once(monkeypatch):

@@ -66,7 +66,7 @@ def test_threads_that_train_different_models_under_one_handle_do_not_meet(budget
         assert all(same(found, wanted) for found, wanted in zip(got, expected, strict=True))
         assert tier.bytes_of("store") > 0
         assert handle.stats.resident_bytes == tier.used_bytes == 0
-        assert not handle._engine.frames
+        assert not handle._engine.registry.frames
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one tier", "a tier each"])

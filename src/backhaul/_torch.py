@@ -4,6 +4,7 @@ Covers: torch>=2.11. Nothing else in the project touches a name of torch that be
 Does not cover: decisions; these are one-line answers.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,9 @@ def top_saved_tensors_hooks() -> tuple[Hook, Hook] | None:
 
 
 # The very functions, not wrappers of ours: called from a `finally` block they run before an interrupt can be delivered (scopes.py).
-# Why: a managed module's hooks must be left whatever happens, and `Handle.paused` takes them off and puts them back, since `torch.func` refuses
-# to run while any is active. Public replacement: `torch.autograd.graph.saved_tensors_hooks`, once leaving it cannot be interrupted; a public pause.
+# Why: a managed module's hooks must be left whatever happens, and `Handle.paused` takes them off and puts them back, since `torch.func`
+# refuses to run while any is active. Public replacement: `torch.autograd.graph.saved_tensors_hooks`, once leaving it cannot be interrupted,
+# and a public pause.
 push_saved_tensors_hooks: Callable[[Hook, Hook], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -89,6 +91,18 @@ def version_of(tensor: Tensor) -> int:
 def neg_view(tensor: Tensor) -> Tensor:
     """Return the lazily negated view. Why: ``z.conj().imag`` is one. Public replacement: none."""
     return torch._neg_view(tensor)
+
+
+@functools.cache
+def keep_out_of_traces(package: str) -> None:
+    """Have Dynamo run a package's frames as they are, and compile what they call as frames of its own.
+
+    Why: a managed module that is compiled afterwards is traced through the wrapper. ``torch.compiler.disable(recursive=False)`` covers one
+    function, not what it calls; without ``recursive`` it covers the module's own code too. Public replacement: a public skip list.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.add(package)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -45,7 +45,7 @@ class Handle:
         """What has been counted so far, as a frozen snapshot."""
         engine = self._engine
         with engine.lock:
-            engine.drain()
+            engine.tidy_up()
             tally, stations = engine.tally, engine.stations.values()
             on_disk = engine.tier.name == "disk"
             used, peak = engine.tier.used_bytes, engine.tier.peak_bytes
@@ -104,7 +104,7 @@ class Handle:
             wrapper.remove()
         engine = self._engine
         with engine.lock:
-            engine.drain()
+            engine.tidy_up()
             if self._owns_tier and not engine.closed:
                 engine.tier.close()
             engine.closed = True

@@ -5,7 +5,7 @@ Does not cover: when anything moves (flow.py), how (tiers/), what autograd is gi
 (scopes.py).
 
 [Note: Locking]
-One reentrant lock an engine. Finalizers do not take it: they append to ``grave``, which the next pack or unpack drains.
+One reentrant lock an engine. Finalizers do not take it (registry.py).
 
 [Note: Interrupts]
 A KeyboardInterrupt may come between any two steps here and in flow.py, and leave their counts at odds. Then the engine is shaken: tensors
@@ -17,9 +17,8 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,35 +28,32 @@ from torch.storage import UntypedStorage
 from backhaul import _torch
 from backhaul.flow import CopyOut, Decision, Link, Release
 from backhaul.reporting import Tally
-from backhaul.saved import Blob, Dead, Kept, Layout, Parts, Promise, Recast, Saved, View
+from backhaul.kinds import is_parameter, recast_of, size_in_memory, take_apart, why_it_stays
+from backhaul.registry import Record, Registry
+from backhaul.saved import Blob, Kept, Parts, Promise, Saved, View
 from backhaul.scopes import Frame, Here, Scope, Storages, plain_tensors
 from backhaul.sizes import format_bytes
 from backhaul.stations import Station
-from backhaul.tiers.base import Slot, Tier, TierFull
+from backhaul.tiers.base import Tier, TierFull
 
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
+MOST_FUTILE = 2  # steps in which copying a key freed nothing, after which it is left alone
+RATE_CHANGE = 0.1  # a smaller change of the tier's speed is no reason to plan again
 DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 NOTHING = contextlib.nullcontext()
 
 
-@dataclass
-class Record:
-    """What is known of a blob, which it outlives by a moment."""
+class _Steady:
+    """Notes where an interrupt comes in the middle ([Note: Interrupts])."""
 
-    blob: "weakref.ref[Blob]"
-    station: Station
-    frame: int
-    addresses: list[int]  # where the table has it
-    fixed_bytes: int = 0  # counted as resident bytes that cannot move
-    slot: Slot | None = None
+    def __init__(self) -> None:
+        self.shaken = False
 
+    def __enter__(self) -> None: ...
 
-@dataclass
-class OpenFrame:
-    """A frame that is not over."""
-
-    frame: "weakref.ref[Frame]"
-    blobs: set[int] = field(default_factory=set)  # those alive; a garbage collection may end them after their frame
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self.shaken = True
 
 
 class Engine:
@@ -71,24 +67,15 @@ class Engine:
         self.tally = Tally()
         self.lock = threading.RLock()
         self.here = Here()
-        self.grave: deque[Any] = deque()
         self.stations: dict[torch.device, Station] = {}
-        self.table: dict[int, weakref.ref[Blob]] = {}  # by id of the storage; a blob knows whether it is really its own
-        self.records: dict[int, Record] = {}  # by number of the blob
-        self.frames: dict[int, OpenFrame] = {}
+        self.registry = Registry(self._blob_is_gone, self._frame_is_over)
         self.owned = Storages()
         self.futile: Counter[Any] = Counter()
         self.nums = itertools.count()
         self.closed = False
-        self.shaken = False  # interrupted in the middle ([Note: Interrupts])
+        self._steady = _Steady()
         self._warned: set[str] = set()
         self._accelerated: bool | None = None
-
-    def __del__(self) -> None:
-        # The hooks that autograd holds keep us alive as long as anything is saved. What is left here are slots whose blobs died last.
-        for record in self.records.values():
-            if record.slot is not None:
-                self.tier.free(record.slot)
 
     # Entering and leaving
 
@@ -116,28 +103,17 @@ class Engine:
         if refused is not None:
             where = "a torch.func transform, which allows no saved-tensor hooks" if _torch.inside_functional_transform() else refused
             raise RuntimeError(f"{name!r} was called inside {where}; run it within handle.paused()")
-        with self.lock, self._steady():
-            self.drain()
-            if not self.frames:
+        with self.lock, self._steady:
+            self.tidy_up()
+            if not self.registry.frames:
                 self.owned.refresh(module for module in (reference() for reference in self.modules) if module is not None)
                 self._check_budget()
             self._measure()
-            frame = Frame(next(self.nums), self.grave)
-            self.frames[frame.num] = OpenFrame(weakref.ref(frame))
+            frame = Frame(next(self.nums), self.registry.grave)
+            self.registry.open(frame)
             for station in self.stations.values():
                 station.flow.open_frame(frame.num)
             return Scope(frame, fqn, module)
-
-    @contextlib.contextmanager
-    def _steady(self) -> Iterator[None]:
-        """Do without flow.py from now on where this is interrupted in the middle ([Note: Interrupts])."""
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException:
-            self.shaken = True
-            raise
 
     def passed(self, obstacle: str = "") -> None:
         """Note that a managed module's forward has ended; warn once when three have moved nothing."""
@@ -190,51 +166,32 @@ class Engine:
 
     def pack(self, tensor: Tensor) -> Promise:
         """Return the promise that autograd holds instead of ``tensor``."""
-        with self.lock:
-            try:
-                self.drain()
-                return self._promise(tensor)
-            except Exception:
-                raise
-            except BaseException:
-                self.shaken = True
-                raise
+        with self.lock, self._steady:
+            self.registry.drain()
+            return self._promise(tensor)
 
     def unpack(self, promise: Promise) -> Tensor:
         """Give the tensor of a promise back."""
         if type(promise) is Kept:
             return promise.restore(self._bring)
-        with self.lock:
-            try:
-                self.drain()
-                return promise.restore(self._bring)
-            except Exception:
-                raise
-            except BaseException:
-                self.shaken = True
-                raise
+        with self.lock, self._steady:
+            self.registry.drain()
+            return promise.restore(self._bring)
 
     # Pack
 
     def _promise(self, tensor: Tensor) -> Promise:
-        if self.closed or self.shaken:
+        if self.closed or self._steady.shaken:
             return Kept(tensor)
-        kind = type(tensor)
-        if isinstance(tensor, nn.Parameter) or isinstance(_torch.view_base(tensor), nn.Parameter):
+        if is_parameter(tensor):
             return self._keep_parameter(tensor, self._where()[0])
-        if kind is not Tensor:
+        if type(tensor) is not Tensor:
             tensor = _torch.settle_collective(tensor)
             if _torch.is_wrapper_subclass(tensor):
-                return self._take_apart(tensor)
-            if type(tensor) is not Tensor:
-                return self._keep_whole(tensor, f"subclass {kind.__name__}")
-        if tensor.layout is not torch.strided:
-            return self._keep_whole(tensor, str(tensor.layout).removeprefix("torch."))
-        if tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
-            return self._keep_whole(tensor, "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "meta")
-        if _torch.is_functional_tensor(tensor):
-            return self._keep_whole(tensor, "torch.func")
-        return self._promise_dense(tensor)
+                inner, other, context = take_apart(tensor)
+                return Parts(tensor, {name: self._promise(part) for name, part in inner.items()}, other, context)
+        reason = why_it_stays(tensor)
+        return self._keep_whole(tensor, reason) if reason else self._promise_dense(tensor)
 
     def _promise_dense(self, tensor: Tensor) -> Promise:
         storage = tensor.untyped_storage()
@@ -244,57 +201,63 @@ class Engine:
             return self._keep_parameter(tensor, frame)
         if tensor.device.type == "cpu" and self._on_accelerator():
             return self._keep_whole(tensor, "on the host")
-        blob = self._lookup(storage)
+        blob = self.registry.find(storage)
         if blob is not None and not blob.changed:
-            return self._another_view(blob, tensor, storage, frame, scope)
-        reason = "empty" if not num_bytes else "small" if num_bytes < self.min_bytes else ""
-        if not reason and scope.module is not None and self._gathered(scope, storage):
+            return self._another_view(blob, tensor, frame, scope)
+        key = scope.next_key()
+        if not num_bytes:
+            reason = "empty"
+        elif num_bytes < self.min_bytes:
+            reason = "small"
+        elif scope.module is not None and self._gathered(scope, storage):
             return self._keep_parameter(tensor, frame)
-        if not reason and (recast := self._recast(tensor, storage)) is not None:
+        elif (recast := recast_of(tensor, storage)) is not None:
+            self.tally.keeps_parameter(num_bytes, "cast of a parameter")
             return recast
-        if not reason and tensor.numel() * tensor.element_size() * SLICE < num_bytes:
-            reason = "slice"
+        elif self.futile[key] >= MOST_FUTILE:
+            reason = "futile to move"
+        else:
+            reason = "slice" if tensor.numel() * tensor.element_size() * SLICE < num_bytes else ""
         station = self._station(tensor.device)
-        blob = Blob(next(self.nums), storage, frame, scope.next_key(), self.tier, self.grave)
-        blob.reason = reason
-        reference = weakref.ref(blob)
-        self.table[id(storage)] = reference
-        self.records[blob.num] = Record(reference, station, frame.num, [id(storage)])
-        self.frames[frame.num].blobs.add(blob.num)
-        self.tally.saved(blob.key.fqn, num_bytes, reason)
+        blob = Blob(next(self.nums), storage, frame, key, self.tier, self.registry.grave)
+        self.registry.add(blob, storage, station)
+        self.tally.saved(key.fqn, num_bytes, reason)
         if reason in ("small", "empty"):
-            self._fix(blob)
-            station.flow.saved(blob.num, frame=frame.num, key=blob.key, num_bytes=num_bytes, movable=False)
+            self._settle(blob, reason)
             return Kept(tensor, blob)
+        blob.stream = station.current_stream()
         view = View(tensor)
         blob.views.append(view)
-        blob.stream = station.current_stream()
         if reason:
-            self._fix(blob)
-            station.flow.saved(blob.num, frame=frame.num, key=blob.key, num_bytes=num_bytes, movable=False)
+            self._settle(blob, reason)
         else:
-            self._offer(station, blob, frame)
+            self._offer(station, blob)
         return Saved(blob, view)
 
-    def _fix(self, blob: Blob) -> None:
-        """Count a blob as one that cannot move."""
-        record = self.records[blob.num]
+    def _settle(self, blob: Blob, reason: str) -> None:
+        """Have flow.py count a new blob as one that cannot move."""
+        blob.reason = reason
+        station = self._fix(blob)
+        station.flow.saved(blob.num, frame=blob.frame.num, key=blob.key, num_bytes=blob.num_bytes, movable=False)
+
+    def _fix(self, blob: Blob) -> Station:
+        record = self.registry.records[blob.num]
         record.fixed_bytes = blob.num_bytes
         record.station.fix(blob.num_bytes)
+        return record.station
 
-    def _offer(self, station: Station, blob: Blob, frame: Frame) -> None:
-        decisions = station.flow.saved(blob.num, frame=frame.num, key=blob.key, num_bytes=blob.num_bytes, movable=True)
+    def _offer(self, station: Station, blob: Blob) -> None:
+        """Have flow.py decide about a blob that can move."""
+        decisions = station.flow.saved(blob.num, frame=blob.frame.num, key=blob.key, num_bytes=blob.num_bytes, movable=True)
         station.mark()
         self._carry_out(station, decisions)
 
-    def _another_view(self, blob: Blob, tensor: Tensor, storage: UntypedStorage, frame: Frame, scope: Scope) -> Promise:
+    def _another_view(self, blob: Blob, tensor: Tensor, frame: Frame, scope: Scope) -> Promise:
         if blob.frame is not frame and blob.num not in frame.seen:
             frame.seen.add(blob.num)
             self.tally.saved(scope.fqn, blob.num_bytes, "shared with an earlier pass")
         if blob.reason in ("small", "empty"):
             return Kept(tensor, blob)
-        record = self.records[blob.num]
-        station = record.station
         view = View(tensor)
         blob.views.append(view)
         if blob.released:  # somebody has kept it alive and saves it again: the tier has it already
@@ -302,26 +265,20 @@ class Engine:
         if blob.reason == "slice" and tensor.numel() * tensor.element_size() * SLICE >= blob.num_bytes:
             self.tally.keeps_instead(blob.num_bytes, "", instead_of=blob.reason)
             blob.reason = ""
+            record = self.registry.records[blob.num]
+            record.station.fix(-record.fixed_bytes)
             record.fixed_bytes = 0
-            station.fix(-blob.num_bytes)
-            station.flow.dropped(blob.num)
-            self._offer(station, blob, blob.frame)
+            record.station.flow.dropped(blob.num)
+            self._offer(record.station, blob)
         return Saved(blob, view)
-
-    def _lookup(self, storage: UntypedStorage) -> Blob | None:
-        reference = self.table.get(id(storage))
-        blob = reference() if reference is not None else None
-        return blob if blob is not None and blob.home() is storage else None
 
     def _where(self) -> tuple[Frame, Scope]:
         """Return this thread's frame and scope. A thread that autograd gave the hooks of another has none; it joins the newest frame."""
         scope = self.here.scope
         if scope is not None:
             return scope.frame, scope
-        for opened in reversed(self.frames.values()):
-            if (frame := opened.frame()) is not None:
-                return frame, Scope(frame, "backward", None)
-        scope = self.begin_frame("backward", None)
+        frame = self.registry.newest_frame()
+        scope = self.begin_frame("backward", None) if frame is None else Scope(frame, "backward", None)
         assert scope is not None  # the hooks are active
         return scope.frame, scope
 
@@ -332,25 +289,6 @@ class Engine:
         self.owned.add(itertools.chain(module.parameters(), module.buffers()))
         return storage in self.owned
 
-    def _recast(self, tensor: Tensor, storage: UntypedStorage) -> Recast | None:
-        """Return the promise for a copy that autocast (or the user) made of a parameter in another dtype, if ``tensor`` is one."""
-        whole = _torch.view_base(tensor)
-        whole = tensor if whole is None else whole
-        made_by = whole.grad_fn
-        if made_by is None or made_by.name() != "ToCopyBackward0" or _torch.version_of(whole):  # nor written since
-            return None
-        parameter = getattr(made_by.next_functions[0][0], "variable", None)
-        if (
-            not isinstance(parameter, nn.Parameter)
-            or type(parameter.data) is not Tensor
-            or parameter.device != whole.device
-            or Layout.of(whole) != Layout.of(parameter)._replace(dtype=whole.dtype, offset=0)
-            or storage.nbytes() != whole.numel() * whole.element_size()
-        ):
-            return None
-        self.tally.keeps_parameter(storage.nbytes(), "cast of a parameter")
-        return Recast(parameter, Layout.of(tensor))
-
     def _keep_parameter(self, tensor: Tensor, frame: Frame) -> Promise:
         for plain in plain_tensors(tensor):
             storage = plain.untyped_storage()
@@ -360,24 +298,8 @@ class Engine:
         return Kept(tensor)
 
     def _keep_whole(self, tensor: Tensor, reason: str) -> Promise:
-        _, scope = self._where()
-        self.tally.saved(scope.fqn, sum(part.numel() * part.element_size() for part in _dense_parts(tensor)), reason)
+        self.tally.saved(self._where()[1].fqn, size_in_memory(tensor), reason)
         return Kept(tensor)
-
-    def _take_apart(self, tensor: Tensor) -> Promise:
-        bare = tensor.detach()
-        names, context = bare.__tensor_flatten__()  # type: ignore[attr-defined]
-        # A jagged size is known by the very object that holds the offsets, so that object must come back.
-        jagged = any(not isinstance(length, int) for length in tensor.size())
-        promises: dict[str, Promise] = {}
-        plain: dict[str, Any] = {}
-        for name in names:
-            part = getattr(bare, name)
-            if isinstance(part, Tensor) and not (jagged and not part.is_floating_point() and not part.is_complex()):
-                promises[name] = self._promise(part)
-            else:
-                plain[name] = getattr(tensor, name)
-        return Parts(tensor, promises, plain, context)
 
     def _on_accelerator(self) -> bool:
         """Say whether the managed modules live on an accelerator, so that tensors on the host are none of ours."""
@@ -392,7 +314,7 @@ class Engine:
         station = self.stations.get(device)
         if station is None:
             station = self.stations[device] = Station(device, self.activation_budget)
-            for num in self.frames:
+            for num in self.registry.frames:
                 station.flow.open_frame(num)
         return station
 
@@ -402,9 +324,9 @@ class Engine:
         """Have the blob on the device and order the current stream after its arrival."""
         if blob.reason:
             return
-        station = self.records[blob.num].station
+        station = self.registry.records[blob.num].station
         was_released = blob.released
-        if not self.shaken:
+        if not self._steady.shaken:
             decisions = station.flow.needed(blob.num)
             station.mark()
             self._carry_out(station, decisions)
@@ -427,7 +349,7 @@ class Engine:
 
     def _carry_out(self, station: Station, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
-            record = self.records.get(decision.blob)
+            record = self.registry.records.get(decision.blob)
             blob = record.blob() if record is not None else None
             if blob is None or blob.reason:
                 continue
@@ -446,7 +368,7 @@ class Engine:
             return
         try:
             with _on(blob.stream):
-                blob.slot = self.records[blob.num].slot = self.tier.store(blob.source())
+                blob.slot = self.registry.records[blob.num].slot = self.tier.store(blob.source())
         except (TierFull, OSError) as error:
             self._tier_failed(station, blob, error)
             return
@@ -467,7 +389,7 @@ class Engine:
         try:
             station.wait_to_drop(slot.stored, blob.source())
         except BaseException as error:  # the copy failed: whatever it was, the tensor is still here and the slot is of no use
-            blob.slot = self.records[blob.num].slot = None
+            blob.slot = self.registry.records[blob.num].slot = None
             self.tier.free(slot)
             _ = self.tier.used_bytes  # takes the slot back now: it holds the error, whose traceback may hold the graph
             self.tally.takes_back(blob.key.fqn, blob.num_bytes)
@@ -492,9 +414,7 @@ class Engine:
             incoming = self.tier.load(blob.slot, target)
         storage = target.untyped_storage()
         blob.move_to(storage, incoming)
-        record = self.records[blob.num]
-        record.addresses.append(id(storage))
-        self.table[id(storage)] = record.blob
+        self.registry.locate(self.registry.records[blob.num], storage)
         self.tally.reloaded_bytes += blob.num_bytes
 
     def _was_futile(self, station: Station, blob: Blob) -> None:
@@ -502,8 +422,6 @@ class Engine:
         station.flow.readopted(blob.num)
         self.tally.futile_bytes += blob.num_bytes
         self.futile[blob.key] += 1
-        if self.futile[blob.key] == 2:
-            station.flow.leave(blob.key)
 
     def _keep(self, station: Station, blob: Blob, reason: str) -> None:
         blob.reason = reason
@@ -522,71 +440,43 @@ class Engine:
 
     # Tidying up
 
-    def drain(self) -> None:
-        """Tidy up after blobs and frames that died since the last call."""
-        grave = self.grave
-        while grave:
-            item = grave[0]  # taken out afterwards: burying twice does no harm, an interrupt before it would
-            if isinstance(item, Dead):
-                self._bury(item)
-            else:
-                self._end_frame(item)
-            grave.popleft()
-        if self.shaken:
-            self._sweep()
-            if not self.records and not self.frames:
-                for station in self.stations.values():
-                    station.start_anew()
-                self.shaken = False
+    def tidy_up(self) -> None:
+        """Learn what is gone, whatever happened; begin the counts anew once nothing of a shaken step is alive."""
+        registry = self.registry
+        with self._steady:
+            registry.sweep()
+        if self._steady.shaken and not registry.records and not registry.frames:
+            for station in self.stations.values():
+                station.start_anew()
+            self._steady.shaken = False
 
-    def _sweep(self) -> None:
-        """Tidy up after what is gone without a word: an interrupt may cut a finalizer short."""
-        for num, record in list(self.records.items()):
-            if record.blob() is None:
-                self._bury(Dead(num, None))
-        for num in list(self.frames):
-            self._end_frame(num)
-
-    def _bury(self, dead: Dead) -> None:
-        record = self.records.pop(dead.num, None)
-        if record is None:
-            return
-        for address in record.addresses:
-            if self.table.get(address) is record.blob:
-                del self.table[address]
+    def _blob_is_gone(self, record: Record, storage: UntypedStorage | None) -> None:
         if record.slot is not None:
             self.tier.free(record.slot)
-        if dead.storage is not None:
-            record.station.hold(dead.storage)
-        if not self.shaken:
+        if storage is not None:
+            record.station.hold(storage)
+        if not self._steady.shaken:
             record.station.fix(-record.fixed_bytes)
-            record.station.flow.dropped(dead.num)
-        opened = self.frames.get(record.frame)
-        if opened is not None:
-            opened.blobs.discard(dead.num)
-            self._end_frame(record.frame)
+            record.station.flow.dropped(record.num)
 
-    def _end_frame(self, num: int) -> None:
-        """Close a frame if nothing of it is alive."""
-        opened = self.frames.get(num)
-        if opened is None or opened.blobs or opened.frame() is not None:
+    def _frame_is_over(self, num: int) -> None:
+        if self._steady.shaken:
             return
-        del self.frames[num]
-        if self.shaken:
-            return
-        if not self.frames:
+        step_ends = not self.registry.frames
+        if step_ends:
             self._measure()
         for station in self.stations.values():
             num_steps = station.flow.num_steps
             station.flow.close_frame(num)
-            if not self.frames:
+            if step_ends:
                 station.timeline.end_step(learned=station.flow.num_steps > num_steps)
 
     def _measure(self) -> None:
         """Tell flow.py how fast the tier is, and when the device reached each event of the last step, as far as that is known."""
         rates = self.tier.rates_gbps
         for station in self.stations.values():
-            if rates is not None:
+            if rates is not None and any(abs(new / old - 1) > RATE_CHANGE for new, old in zip(rates, station.rates, strict=True)):
+                station.rates = rates
                 station.flow.link = Link(d2h_gbps=rates[0], h2d_gbps=rates[1], both_gbps=DUPLEX * sum(rates))
             times = station.timeline.finished()
             if times is not None:
@@ -603,18 +493,6 @@ class Engine:
                     f"activation_budget={format_bytes(budget)} is below the {format_bytes(fixed)} of saved tensors on {station.device} "
                     f"that cannot be moved ({kept}); give that at least, lower min_bytes, or use 0 to move all that can move"
                 )
-
-
-def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return what a tensor consists of in memory."""
-    if tensor.layout is torch.sparse_coo:
-        bare = tensor.detach()
-        return bare._indices(), bare._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values().detach()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values().detach()
-    return (tensor,)
 
 
 def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:

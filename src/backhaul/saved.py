@@ -267,11 +267,9 @@ class Parts:
 
 
 def _empty_shell(wrapper: Any) -> Any:
-    """Let a wrapper go of the tensors inside it."""
+    """Let a detached wrapper go of the tensors inside it."""
     for name in wrapper.__tensor_flatten__()[0]:
         inner = getattr(wrapper, name)
-        if isinstance(inner, Tensor) and _torch.is_wrapper_subclass(inner):
-            _empty_shell(inner)
-        elif isinstance(inner, Tensor):
+        if isinstance(inner, Tensor):
             setattr(wrapper, name, torch.empty(0, dtype=inner.dtype, device=inner.device))
     return wrapper

@@ -127,8 +127,8 @@ class Wrapper:
             with contextlib.suppress(ValueError, TypeError):
                 call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
         call.__backhaul__ = self  # type: ignore[attr-defined]
-        # Where a module that is managed gets compiled, this frame runs as it is, and what it calls is compiled as a frame of its own.
-        return torch.compiler.disable(call, recursive=False)  # type: ignore[no-any-return]
+        _torch.keep_out_of_traces("backhaul")
+        return call
 
     def remove(self) -> None:
         """Put the module back as it was. Where somebody has wrapped it since, leave an inert wrapper inside theirs."""

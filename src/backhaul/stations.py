@@ -5,8 +5,8 @@ Does not cover: what is decided (flow.py), or what is copied (engine.py).
 
 [Note: Whose memory]
 Memory goes back to the pool of the stream it was allocated on, and that stream may use it again at once. With one compute stream it is
-enough that this stream waits for the copy before the memory is dropped. Where another pool owns it, or more compute streams than one have been
-seen, waiting on the current stream binds nobody else: then memory is held until the device has passed the point.
+enough that this stream waits for the copy before the memory is dropped. Where another pool owns it, or more compute streams than one have
+been seen, waiting on the current stream binds nobody else: then memory is held until the device has passed the point.
 """
 
 from collections import deque
@@ -30,6 +30,7 @@ class Station:
         self.activation_budget = activation_budget
         self.clock = clock_of(device)
         self.waits = Waits(self.clock)
+        self.rates = (1.0, 1.0)  # of the tier, as flow.py was last told; in GB/s
         self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id
         self.limbo: deque[tuple[list[Any], UntypedStorage]] = deque()  # buffers, and the points after which nobody reads them
         self.flow = Flow(activation_budget=activation_budget)

@@ -1,0 +1,85 @@
+"""What kind of tensor autograd wants to save, as far as the tensor alone tells.
+
+Covers: tensors that cannot move and why, wrapper subclasses, casts of parameters, sizes in memory.
+Does not cover: what depends on the engine's state (engine.py).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.storage import UntypedStorage
+
+from backhaul import _torch
+from backhaul.saved import Layout, Recast
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Say whether the tensor is a parameter, or a view of one such as ``weight.t()``."""
+    return isinstance(tensor, nn.Parameter) or isinstance(_torch.view_base(tensor), nn.Parameter)
+
+
+def why_it_stays(tensor: Tensor) -> str:
+    """Return why a tensor that is no wrapper cannot be moved as the bytes of one storage; "" where it can."""
+    if type(tensor) is not Tensor:
+        return f"subclass {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.device.type == "meta":
+        return "meta"
+    return "torch.func" if _torch.is_functional_tensor(tensor) else ""
+
+
+def size_in_memory(tensor: Tensor) -> int:
+    """Return the bytes that a tensor of any layout consists of."""
+    parts: tuple[Tensor, ...] = (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        bare = tensor.detach()
+        parts = (bare._indices(), bare._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def take_apart(tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """Return a wrapper's inner tensors, what else it flattens to, and its context.
+
+    A jagged size is known by the very object that holds the offsets, so that object has to come back and counts as something else.
+    """
+    bare = tensor.detach()
+    names, context = bare.__tensor_flatten__()  # type: ignore[attr-defined]
+    jagged = any(not isinstance(length, int) for length in tensor.size())
+    inner: dict[str, Tensor] = {}
+    other: dict[str, Any] = {}
+    for name in names:
+        part = getattr(bare, name)
+        if isinstance(part, Tensor) and not (jagged and not part.is_floating_point() and not part.is_complex()):
+            inner[name] = part
+        else:
+            other[name] = getattr(tensor, name)
+    return inner, other, context
+
+
+def recast_of(tensor: Tensor, storage: UntypedStorage) -> Recast | None:
+    """Return the promise for a cast of a parameter, made by autocast or the user, if ``tensor`` is one or a view of one."""
+    whole = _torch.view_base(tensor)
+    whole = tensor if whole is None else whole
+    made_by = whole.grad_fn
+    if made_by is None or made_by.name() != "ToCopyBackward0" or _torch.version_of(whole):  # nor written since
+        return None
+    parameter = getattr(made_by.next_functions[0][0], "variable", None)
+    if (
+        not isinstance(parameter, nn.Parameter)
+        or type(parameter.data) is not Tensor
+        or parameter.device != whole.device
+        or Layout.of(whole) != Layout.of(parameter)._replace(dtype=whole.dtype, offset=0)
+        or storage.nbytes() != whole.numel() * whole.element_size()
+    ):
+        return None
+    return Recast(parameter, Layout.of(tensor))
