@@ -75,6 +75,7 @@ class Engine:
         self.closed = False
         self._steady = _Steady()
         self._warned: set[str] = set()
+        self._budget_is_met = False
         self._accelerated: bool | None = None
 
     # Entering and leaving
@@ -107,7 +108,8 @@ class Engine:
             self.tidy_up()
             if not self.registry.frames:
                 self.owned.refresh(module for module in (reference() for reference in self.modules) if module is not None)
-                self._check_budget()
+                if not self._budget_is_met:
+                    self._check_budget()
             self._measure()
             frame = Frame(next(self.nums), self.registry.grave)
             self.registry.open(frame)
@@ -199,6 +201,8 @@ class Engine:
         frame, scope = self._where()
         if storage in self.owned:
             return self._keep_parameter(tensor, frame)
+        if storage in frame.left_alone:
+            return Kept(tensor)
         if tensor.device.type == "cpu" and self._on_accelerator():
             return self._keep_whole(tensor, "on the host")
         blob = self.registry.find(storage)
@@ -215,7 +219,7 @@ class Engine:
             self.tally.keeps_parameter(num_bytes, "cast of a parameter")
             return recast
         elif self.futile[key] >= MOST_FUTILE:
-            reason = "futile to move"
+            return self._keep_futile(tensor, storage, frame, scope)
         else:
             reason = "slice" if tensor.numel() * tensor.element_size() * SLICE < num_bytes else ""
         station = self._station(tensor.device)
@@ -295,6 +299,12 @@ class Engine:
             if id(storage) not in frame.seen:  # it outlives the forward that uses it, so its id is its own that long
                 frame.seen.add(id(storage))
                 self.tally.keeps_parameter(storage.nbytes(), "parameter")
+        return Kept(tensor)
+
+    def _keep_futile(self, tensor: Tensor, storage: UntypedStorage, frame: Frame, scope: Scope) -> Promise:
+        """Leave alone what somebody else keeps alive. Like a parameter it takes no memory that we could free, so it is not resident either."""
+        frame.left_alone.add([tensor])
+        self.tally.saved(scope.fqn, storage.nbytes(), "futile to move")
         return Kept(tensor)
 
     def _keep_whole(self, tensor: Tensor, reason: str) -> Promise:
@@ -483,8 +493,8 @@ class Engine:
                 station.flow.times(times)
 
     def _check_budget(self) -> None:
-        """Refuse a budget that cannot be met, once a step has shown what has to stay."""
-        budget = self.activation_budget
+        """Refuse a budget that cannot be met, once, after the first step has shown what has to stay: a later one may just be longer."""
+        budget, self._budget_is_met = self.activation_budget, self._budget_is_met or bool(self.stations)
         for station in self.stations.values():
             fixed = station.peak_fixed_bytes
             if budget and fixed > budget:

@@ -117,21 +117,21 @@ class Blob:
     )  # fmt: skip
 
     def __init__(self, num: int, storage: UntypedStorage, frame: Frame, key: Key, tier: Tier, grave: "deque[Dead | int]") -> None:
-        self.num = num
+        self.num = num  # with the next three, what __del__ needs, which runs also where an interrupt cuts this short
+        self.slot: Slot | None = None  # a copy in a tier, made or under way
+        self.outlives = False  # more than one compute stream may read the storage when we die
+        self.grave = grave
         self.frame = frame
         self.key = key
         self.tier = tier
-        self.grave = grave
         self.num_bytes = storage.nbytes()
         self.home = weakref.ref(storage)  # what the views look at now, or looked at last
         self.views: list[View] = []
         self.reason = ""  # why it stays on the device, if it does
         self.stream: torch.Stream | None = None  # the compute stream at pack
-        self.slot: Slot | None = None  # a copy in a tier, made or under way
         self.stored = False  # the copy is known to be good
         self.released = False  # the device copy is gone
         self.incoming: Transfer | None = None  # the copy that fills the storage
-        self.outlives = False  # more than one compute stream may read the storage when we die
 
     @property
     def changed(self) -> bool:
@@ -175,6 +175,8 @@ class Blob:
         self.released = False
 
     def __del__(self) -> None:
+        if not hasattr(self, "grave"):  # an interrupt came before anything was
+            return
         if self.slot is not None:
             self.tier.free(self.slot)
         self.grave.append(Dead(self.num, self.home() if self.outlives and not self.released else None))
@@ -236,7 +238,10 @@ class Recast:
 
     def restore(self, bring: Bring) -> Tensor:
         if _torch.version_of(self.source) != self.version:
-            raise modified_in_place(self.source, self.version)
+            raise RuntimeError(
+                f"{modified_in_place(self.source, self.version)} What was saved is a cast of this parameter, which is made again from the "
+                "parameter; do not write to it between forward and backward, or run this part within handle.paused()."
+            )
         return self.layout.view(self.source.to(self.layout.dtype).untyped_storage())
 
 

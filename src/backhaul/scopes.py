@@ -41,12 +41,13 @@ class Key(NamedTuple):
 class Frame:
     """One forward pass of a managed module. Lives as long as it runs, and then as long as any of its blobs."""
 
-    __slots__ = ("__weakref__", "calls", "grave", "num", "seen")
+    __slots__ = ("__weakref__", "calls", "grave", "left_alone", "num", "seen")
 
     def __init__(self, num: int, grave: "deque[Any]") -> None:
         self.num = num
         self.grave = grave
         self.calls: dict[str, int] = {}
+        self.left_alone = Storages()  # which it would be futile to move
         self.seen: set[int] = set()  # storages counted in this frame that are no blobs of it: parameters, blobs of earlier frames
 
     def __del__(self) -> None:
