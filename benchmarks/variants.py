@@ -6,8 +6,6 @@ Does not cover: the models (workloads/), or what is measured (measure.py).
 A variant is made before its model, since the model asks it for its ``group``; then come ``attach``, any number of steps, and ``detach``.
 """
 
-# ruff: noqa: D102 -- Variant says what its methods do
-
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext

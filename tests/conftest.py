@@ -21,7 +21,8 @@ def _same_numbers_each_time() -> Iterator[None]:
 def same(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> bool:
     """Say whether all tensors are equal bit for bit."""
     return len(got) == len(expected) and all(
-        (a is None and b is None) or (a is not None and b is not None and a.dtype == b.dtype and a.equal(b)) for a, b in zip(got, expected, strict=True)
+        (a is None and b is None) or (a is not None and b is not None and a.dtype == b.dtype and a.equal(b))
+        for a, b in zip(got, expected, strict=True)
     )
 
 

@@ -311,6 +311,43 @@ def test_c11_a_parameter_written_before_the_cast_is_made_again_is_never_silently
             assert same(got, expected)
 
 
+@pytest.mark.parametrize("when", ["in the forward", "between forwards"])
+def test_c11_a_parameter_written_between_its_cast_and_the_save(when):
+    """The cast is one of the old value: made anew, it would be another. Autocast's cache does this when the optimizer steps inside."""
+
+    class Stale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.ones(8, 8))
+            self.cached: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            w = self.own.to(torch.bfloat16) if self.cached is None else self.cached
+            if when == "in the forward":
+                self.write()
+            else:
+                self.cached = w
+            return x * w
+
+        @torch.no_grad()
+        def write(self) -> None:
+            self.own.mul_(2)
+
+    x = torch.ones((), requires_grad=True)
+
+    def gradients(module: Stale) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            found += torch.autograd.grad(module(x).sum(), x)
+            module.write()
+        return found
+
+    expected = gradients(Stale())
+    module = Stale()
+    with everything(module):
+        assert same(gradients(module), expected)
+
+
 def test_c11_a_second_cast_of_a_cast_moves(x):
     """Rounded once, it is no cast of the parameter any more."""
     module = Own(lambda x, w: x @ w.to(torch.bfloat16).to(torch.float32))

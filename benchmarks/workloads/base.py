@@ -101,7 +101,7 @@ class Workload(abc.ABC):
     def output_grad(self, slot: Slot) -> Tensor | None:
         """Return the gradient of what ``forward`` returned; ``None`` for a loss."""
 
-    def close(self) -> None:  # noqa: B027  # most workloads hold nothing beyond their tensors
+    def close(self) -> None:  # most workloads hold nothing beyond their tensors
         """Give back what outlives the tensors."""
 
 

@@ -4,8 +4,6 @@ Covers: four MoE layers with multi-head latent attention (arXiv:2412.19437), 16 
 Does not cover: communication. The local experts get as many token copies as a balanced EP16 would send them: ``top_k`` of every token.
 """
 
-# ruff: noqa: D101, D102 -- the parts of a model are named after what they are
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 

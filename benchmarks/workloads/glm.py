@@ -6,8 +6,6 @@ Does not cover: communication. Attention is over the local tokens; the local exp
 a balanced EP8 would send them.
 """
 
-# ruff: noqa: D101, D102 -- the parts of a model are named after what they are
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial

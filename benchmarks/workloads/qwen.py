@@ -4,8 +4,6 @@ Covers: Qwen3-8B cut to 8 layers, Qwen3-30B-A3B cut to 12, random weights, one s
 Does not cover: the models themselves; they come from transformers.
 """
 
-# ruff: noqa: D102 -- the parts of a model are named after what they are
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

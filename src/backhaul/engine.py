@@ -27,9 +27,9 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul.flow import CopyOut, Decision, Link, Release
-from backhaul.reporting import Tally
 from backhaul.kinds import is_parameter, recast_of, size_in_memory, take_apart, why_it_stays
-from backhaul.registry import Record, Registry
+from backhaul.registry import Record, Registry, Steady
+from backhaul.reporting import Tally
 from backhaul.saved import Blob, Kept, Parts, Promise, Saved, View
 from backhaul.scopes import Frame, Here, Scope, Storages, plain_tensors
 from backhaul.sizes import format_bytes
@@ -41,19 +41,6 @@ MOST_FUTILE = 2  # steps in which copying a key freed nothing, after which it is
 RATE_CHANGE = 0.1  # a smaller change of the tier's speed is no reason to plan again
 DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 NOTHING = contextlib.nullcontext()
-
-
-class _Steady:
-    """Notes where an interrupt comes in the middle ([Note: Interrupts])."""
-
-    def __init__(self) -> None:
-        self.shaken = False
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            self.shaken = True
 
 
 class Engine:
@@ -73,7 +60,7 @@ class Engine:
         self.futile: Counter[Any] = Counter()
         self.nums = itertools.count()
         self.closed = False
-        self._steady = _Steady()
+        self._steady = Steady()
         self._warned: set[str] = set()
         self._budget_is_met = False
         self._accelerated: bool | None = None
@@ -302,7 +289,7 @@ class Engine:
         return Kept(tensor)
 
     def _keep_futile(self, tensor: Tensor, storage: UntypedStorage, frame: Frame, scope: Scope) -> Promise:
-        """Leave alone what somebody else keeps alive. Like a parameter it takes no memory that we could free, so it is not resident either."""
+        """Leave alone what somebody else keeps alive: like a parameter, it is not ours to free, and so not resident."""
         frame.left_alone.add([tensor])
         self.tally.saved(scope.fqn, storage.nbytes(), "futile to move")
         return Kept(tensor)

@@ -21,6 +21,19 @@ from backhaul.stations import Station
 from backhaul.tiers.base import Slot
 
 
+class Steady:
+    """A context that notes where an interrupt comes in the middle (engine.py, [Note: Interrupts])."""
+
+    def __init__(self) -> None:
+        self.shaken = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self.shaken = True
+
+
 @dataclass
 class Record:
     """What is known of a blob, which it outlives by a moment."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from backhaul._torch import empty_host_cache
 from backhaul.tiers import lanes
 from backhaul.tiers.host import PinnedHost
 from backhaul.tiers.lanes import Lane, Lanes, lanes_of
@@ -245,7 +246,7 @@ def test_lanes_copy_at_the_rate_of_one_plain_large_copy(directions, tier, both, 
     for slot in slots.values():
         tier.free(slot)
     pinned.clear()
-    torch.accelerator.empty_host_cache()
+    empty_host_cache()
 
 
 @pytest.mark.parametrize("directions", [("d2h",), ("h2d",), ("d2h", "h2d")], ids="+".join)

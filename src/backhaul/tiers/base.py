@@ -4,16 +4,19 @@ Covers: what a tier promises ([Note: Tier contract]) and the values it hands out
 Does not cover: which bytes move and when (flow.py), or any one tier (host.py, disk.py).
 
 [Note: Tier contract]
-* ``store`` and ``load`` start a copy and return; they do not wait for it. On a device with streams the copy is ordered after everything that
-  the calling thread's current stream holds at the time of the call. Where there are no streams a tier may copy at once or on a thread of its own.
-* A ``Transfer`` is that copy as a value. ``wait`` orders what follows after it: on a device with streams the current stream waits and the host goes on;
-  elsewhere the host waits. It raises what the copy raised, as often as it is asked.
-* A tier keeps both ends of a copy alive until the copy has ended. ``Transfer.wait`` gives the source up at once, since whoever waited is ordered after it.
+* ``store`` and ``load`` start a copy and return; they do not wait for it. On a device with streams the copy is ordered after everything
+  that the calling thread's current stream holds at the time of the call. Where there are no streams a tier may copy at once or on a thread
+  of its own.
+* A ``Transfer`` is that copy as a value. ``wait`` orders what follows after it: on a device with streams the current stream waits and the
+  host goes on; elsewhere the host waits. It raises what the copy raised, as often as it is asked.
+* A tier keeps both ends of a copy alive until the copy has ended. ``Transfer.wait`` gives the source up at once, since whoever waited is
+  ordered after it.
 * ``load`` may be called any number of times, also before ``store`` has ended.
 * ``free`` may be called while copies still touch the slot: the bytes are used again only after the last of them. Freeing twice is allowed.
   It is called by finalizers, which run anywhere, also while this thread holds a lock of the tier's: it appends to a ``collections.deque``
   and no more, and the bytes are given back when the tier is next used or asked for ``used_bytes``.
-* A tier that has no room raises ``TierFull`` from ``store`` and is unchanged. An ``OSError`` of the medium may come from ``store`` or from ``wait``.
+* A tier that has no room raises ``TierFull`` from ``store`` and is unchanged. An ``OSError`` of the medium may come from ``store`` or from
+  ``wait``.
 * Every method may be called from any thread.
 """
 

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from backhaul._torch import empty_host_cache
 from backhaul.sizes import format_bytes
 from backhaul.tiers.arena import aligned
 from backhaul.tiers.base import TierFull
@@ -134,7 +135,7 @@ class TorchPinned:
     def unmake(self, start: int, num_bytes: int) -> None:
         """Give the slab back."""
         del self._slabs[start]
-        torch.accelerator.empty_host_cache()
+        empty_host_cache()
 
     def view(self, start: int, num_bytes: int) -> Tensor:
         """Return the bytes, without a copy."""

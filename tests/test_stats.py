@@ -1,0 +1,139 @@
+"""What a handle counts and tells: the snapshot, its identities, the report."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backhaul.reporting import Stats
+from backhaul.testing import RecordingTier
+from tests.conftest import Code, everything
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
+        self.head = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
+        """Run it."""
+        for block in self.blocks:
+            x = block(x) + shift
+        return self.head(x * self.scale).tanh()
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+X = torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(model(X).square().sum(), list(model.parameters())))
+
+
+def test_saved_bytes_are_kept_or_offloaded_and_the_reasons_add_up():
+    for options in ({}, {"activation_budget": None}, {"min_bytes": 513}, {"activation_budget": "1KiB"}):
+        model = build()
+        with everything(model, **options) as handle:
+            for _ in range(2):
+                step(model)
+                stats = handle.stats
+                assert stats.saved_bytes == stats.kept_bytes + stats.offloaded_bytes + stats.recomputed_bytes
+                assert stats.kept_bytes == sum(size for reason, size in stats.kept_by_reason.items() if "parameter" not in reason)
+                assert min(stats.kept_by_reason.values()) > 0
+                assert stats.futile_bytes <= stats.offloaded_bytes
+                assert stats.resident_bytes == 0 < stats.peak_resident_bytes
+
+
+def test_the_counts_agree_with_what_the_tier_saw():
+    model, tier = build(), RecordingTier(deferred=True)
+    with everything(model, tier) as handle:
+        for _ in range(4):
+            step(model)
+        stats = handle.stats
+        assert stats.offloaded_bytes == tier.bytes_of("store") == tier.bytes_of("free")
+        assert stats.reloaded_bytes == tier.bytes_of("load")
+        assert stats.num_offloads == sum(record.event == "store" for record in tier.records)
+        assert stats.num_demand_reloads <= sum(record.event == "load" for record in tier.records)
+        assert (stats.host_bytes, stats.peak_host_bytes) == (tier.used_bytes, tier.peak_bytes)
+        assert stats.peak_host_bytes > stats.disk_bytes == stats.peak_disk_bytes == stats.pageable_bytes == 0
+        assert stats.exposed_ms >= 0
+
+
+def test_a_storage_counts_once_a_frame_however_many_views_of_it_are_saved():
+    def run(x: Tensor) -> Tensor:
+        y = x * 2
+        return y.exp().sum() + (y[:, :8] * y[:, 8:]).sum() + y.t().sin().sum() + (y.view(-1) ** 2).sum()
+
+    module, tier = Code(run), RecordingTier(deferred=True)
+    x = torch.randn(8, 16, requires_grad=True)
+    with everything(module, tier) as handle:
+        module(x)
+        # y, the result of exp, and what pow and sin save is y again
+        assert handle.stats.saved_bytes == 2 * 8 * 16 * 4
+
+
+def test_stats_are_a_frozen_snapshot():
+    model = build()
+    with everything(model) as handle:
+        before = handle.stats
+        copied = dataclasses.replace(before)
+        step(model)
+        assert before == copied
+        assert before.saved_bytes == 0 < handle.stats.saved_bytes
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            before.saved_bytes = 1  # type: ignore[misc]
+    sums = "saved_bytes kept_bytes kept_by_reason offloaded_bytes reloaded_bytes recomputed_bytes futile_bytes"
+    levels = "resident_bytes peak_resident_bytes host_bytes peak_host_bytes disk_bytes peak_disk_bytes pageable_bytes"
+    assert " ".join(field.name for field in dataclasses.fields(Stats)) == f"{sums} {levels} num_offloads num_demand_reloads exposed_ms"
+
+
+def test_resident_bytes_are_those_of_graphs_that_are_alive():
+    model = build()
+    with everything(model, min_bytes=1 << 30) as handle:
+        first, second = model(X), model(X)
+        two = handle.stats.resident_bytes
+        del first
+        one = handle.stats.resident_bytes
+        assert 0 < one < two
+        assert handle.stats.peak_resident_bytes == two
+        del second
+        assert handle.stats.resident_bytes == 0
+
+
+def test_a_report_is_a_text_for_people_and_plain_data_for_programs():
+    model = build()
+    with everything(model) as handle:
+        step(model)
+        report = handle.report()
+    text, data = str(report), report.to_dict()
+    assert json.loads(json.dumps(data)) == json.loads(json.dumps(data))
+    assert data["stats"]["offloaded_bytes"] == report.stats.offloaded_bytes > 0
+    assert {row["fqn"] for row in data["modules"]} == {"", "blocks.0", "blocks.1", "blocks.2"}
+    assert sum(row["saved_bytes"] for row in data["modules"]) == report.stats.saved_bytes
+    assert sum(row["offloaded_bytes"] for row in data["modules"]) == report.stats.offloaded_bytes
+    for word in ("saved", "offloaded", "reloaded", "kept", "resident", "blocks.1", "(root)", "on demand"):
+        assert word in text
+    assert "note" not in text
+
+
+def test_a_report_says_why_nothing_moved():
+    model = build()
+    with everything(model, min_bytes="1GiB") as handle:
+        assert "note" not in str(handle.report())  # nothing has run yet
+        step(model)
+        assert "note: nothing was offloaded: the largest saved tensor has 512 B, below min_bytes=1.0 GiB" in str(handle.report())
+
+
+def test_a_report_can_be_had_after_removal():
+    model = build()
+    with everything(model) as handle:
+        step(model)
+    assert handle.report().stats.offloaded_bytes > 0
