@@ -21,7 +21,6 @@ class Device:
         self.resident: set[int] = set()
         self.copied: set[int] = set()
         self.fixed: set[int] = set()
-        self.left: set[object] = set()
         self.log: list[Decision] = []
 
     def carry_out(self, decisions: Iterable[Decision]) -> None:
@@ -43,7 +42,7 @@ class Device:
     def save(self, blob: int, frame: int, key: object, num_bytes: int, movable: bool = True) -> None:
         self.sizes[blob] = num_bytes
         self.resident.add(blob)
-        if not movable or key in self.left:
+        if not movable:
             self.fixed.add(blob)
         decisions = self.flow.saved(blob, frame=frame, key=key, num_bytes=num_bytes, movable=movable)
         self.carry_out(decisions)
@@ -68,10 +67,6 @@ class Device:
     def readopt(self, blob: int) -> None:
         self.flow.readopted(blob)
         self.resident.add(blob)
-
-    def leave(self, key: object) -> None:
-        self.flow.leave(key)
-        self.left.add(key)
 
     @property
     def resident_bytes(self) -> int:
@@ -151,8 +146,6 @@ def play(
                 device.keep(blob)
             elif blob in device.copied:
                 device.readopt(blob)
-            if chaos.random() < 0.1:
-                device.leave(("layer", chaos.randrange(4)))
     return times
 
 

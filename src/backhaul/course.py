@@ -5,7 +5,6 @@ Does not cover: what the schedule says (scheduling.py), or what to do where a st
 """
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from typing import Generic, TypeVar
 
 from backhaul.scheduling import Schedule, schedule
@@ -15,6 +14,9 @@ from backhaul.wire import Link
 DRIFT = 0.05  # of the compute of a step that may be elsewhere than planned
 LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
+
+
+EARLY_PLANS = 4  # schedules of a step that are made without delay
 
 
 class Course(Generic[Blob]):
@@ -70,14 +72,27 @@ class Course(Generic[Blob]):
                 return position
         return LAST
 
-    def set_out(self, blobs: list[Blob | None], *, link: Link, budget: int | None, avoid: AbstractSet[Key]) -> None:
-        """Expect the step from its beginning, or from where these blobs have been saved; see that the schedule is up to date."""
+    def set_out(self, blobs: list[Blob | None], *, link: Link, budget: int | None) -> None:
+        """Expect the step from its beginning, or from where these blobs have been saved; see that there is a schedule for it."""
         self.restart(blobs)
         self.num_since += 1
         anew = self.basis != (link, budget)
-        # A schedule costs the host from tenths of a second to seconds, so after the first few it is made again ever more rarely.
-        if self.pace.gaps and (anew or (self.stale and self.num_since >= min(64, 2 ** max(0, self.num_made - 4)))):
-            self.num_made = 1 if anew else self.num_made + 1
-            self.basis, self.planned, self.stale, self.num_since = (link, budget), self.pace.gaps, False, 0
-            found = schedule(self.step, self.pace.gaps, link=link, budget=budget, avoid=avoid)
-            self.schedule = found.without_spares() if self.steady else found
+        if self.pace.gaps and (anew or (self.stale and self.num_made <= EARLY_PLANS)):
+            self.num_made = 0 if anew else self.num_made
+            self._plan(link, budget)
+
+    def refine(self, *, link: Link, budget: int | None) -> None:
+        """Make a better schedule for the next step, now that one has ended, if there is news.
+
+        Planning costs the host from tenths of a second to seconds. The first few plans are made as soon as they can be, at the beginning of a
+        step, where the device waits for them; later ones ever more rarely, and at the end of a step, where it still has work to do.
+        """
+        due = self.num_made > EARLY_PLANS and self.num_since >= min(64, 2 ** (self.num_made - EARLY_PLANS))
+        if self.stale and due and self.basis == (link, budget):
+            self._plan(link, budget)
+
+    def _plan(self, link: Link, budget: int | None) -> None:
+        self.num_made += 1
+        self.basis, self.planned, self.stale, self.num_since = (link, budget), self.pace.gaps, False, 0
+        found = schedule(self.step, self.pace.gaps, link=link, budget=budget)
+        self.schedule = found.without_spares() if self.steady else found

@@ -189,57 +189,37 @@ class Engine:
         if storage in self.owned:
             return self._keep_parameter(tensor, frame)
         if storage in frame.left_alone:
-            return Kept(tensor)
+            return Kept(tensor, frame)
         if tensor.device.type == "cpu" and self._on_accelerator():
             return self._keep_whole(tensor, "on the host")
         blob = self.registry.find(storage)
         if blob is not None and not blob.changed:
             return self._another_view(blob, tensor, frame, scope)
-        key = scope.next_key()
-        if not num_bytes:
-            reason = "empty"
-        elif num_bytes < self.min_bytes:
-            reason = "small"
-        elif scope.module is not None and self._gathered(scope, storage):
+        station = self._station(tensor.device)
+        if num_bytes < self.min_bytes or not num_bytes:
+            return self._keep_small(tensor, storage, station, frame, scope)
+        if scope.module is not None and self._gathered(scope, storage):
             return self._keep_parameter(tensor, frame)
-        elif (recast := recast_of(tensor, storage)) is not None:
+        if (recast := recast_of(tensor, storage)) is not None:
             self.tally.keeps_parameter(num_bytes, "cast of a parameter")
             return recast
-        elif self.futile[key] >= MOST_FUTILE:
+        key = scope.next_key()
+        if self.futile[key] >= MOST_FUTILE:
             return self._keep_futile(tensor, storage, frame, scope)
-        else:
-            reason = "slice" if tensor.numel() * tensor.element_size() * SLICE < num_bytes else ""
-        station = self._station(tensor.device)
         blob = Blob(next(self.nums), storage, frame, key, self.tier, self.registry.grave)
-        self.registry.add(blob, storage, station)
-        self.tally.saved(key.fqn, num_bytes, reason)
-        if reason in ("small", "empty"):
-            self._settle(blob, reason)
-            return Kept(tensor, blob)
+        blob.reason = "slice" if tensor.numel() * tensor.element_size() * SLICE < num_bytes else ""
         blob.stream = station.current_stream()
         view = View(tensor)
         blob.views.append(view)
-        if reason:
-            self._settle(blob, reason)
-        else:
-            self._offer(station, blob)
+        self.registry.add(blob, storage, station)
+        self.tally.saved(key.fqn, num_bytes, blob.reason)
+        self._offer(station, blob)
         return Saved(blob, view)
 
-    def _settle(self, blob: Blob, reason: str) -> None:
-        """Have flow.py count a new blob as one that cannot move."""
-        blob.reason = reason
-        station = self._fix(blob)
-        station.flow.saved(blob.num, frame=blob.frame.num, key=blob.key, num_bytes=blob.num_bytes, movable=False)
-
-    def _fix(self, blob: Blob) -> Station:
-        record = self.registry.records[blob.num]
-        record.fixed_bytes = blob.num_bytes
-        record.station.fix(blob.num_bytes)
-        return record.station
-
     def _offer(self, station: Station, blob: Blob) -> None:
-        """Have flow.py decide about a blob that can move."""
-        decisions = station.flow.saved(blob.num, frame=blob.frame.num, key=blob.key, num_bytes=blob.num_bytes, movable=True)
+        """Have flow.py count a blob and decide about it, if it can move."""
+        frame, movable = blob.frame.num, not blob.reason
+        decisions = station.flow.saved(blob.num, frame=frame, key=blob.key, num_bytes=blob.num_bytes, movable=movable)
         station.mark()
         self._carry_out(station, decisions)
 
@@ -247,8 +227,6 @@ class Engine:
         if blob.frame is not frame and blob.num not in frame.seen:
             frame.seen.add(blob.num)
             self.tally.saved(scope.fqn, blob.num_bytes, "shared with an earlier pass")
-        if blob.reason in ("small", "empty"):
-            return Kept(tensor, blob)
         view = View(tensor)
         blob.views.append(view)
         if blob.released:  # somebody has kept it alive and saves it again: the tier has it already
@@ -256,11 +234,9 @@ class Engine:
         if blob.reason == "slice" and tensor.numel() * tensor.element_size() * SLICE >= blob.num_bytes:
             self.tally.keeps_instead(blob.num_bytes, "", instead_of=blob.reason)
             blob.reason = ""
-            record = self.registry.records[blob.num]
-            record.station.fix(-record.fixed_bytes)
-            record.fixed_bytes = 0
-            record.station.flow.dropped(blob.num)
-            self._offer(record.station, blob)
+            station = self.registry.records[blob.num].station
+            station.flow.dropped(blob.num)
+            self._offer(station, blob)
         return Saved(blob, view)
 
     def _where(self) -> tuple[Frame, Scope]:
@@ -288,11 +264,19 @@ class Engine:
                 self.tally.keeps_parameter(storage.nbytes(), "parameter")
         return Kept(tensor)
 
+    def _keep_small(self, tensor: Tensor, storage: UntypedStorage, station: Station, frame: Frame, scope: Scope) -> Promise:
+        """Keep what is not worth a copy. There are many of these, so all that they cost is a promise and an entry in their frame."""
+        num_bytes = storage.nbytes()
+        frame.left_alone.note(storage)
+        self.tally.saved(scope.fqn, num_bytes, "small" if num_bytes else "empty")
+        station.flow.saved_small(frame.num, num_bytes)
+        return Kept(tensor, frame)
+
     def _keep_futile(self, tensor: Tensor, storage: UntypedStorage, frame: Frame, scope: Scope) -> Promise:
         """Leave alone what somebody else keeps alive: like a parameter, it is not ours to free, and so not resident."""
-        frame.left_alone.add([tensor])
+        frame.left_alone.note(storage)
         self.tally.saved(scope.fqn, storage.nbytes(), "futile to move")
-        return Kept(tensor)
+        return Kept(tensor, frame)
 
     def _keep_whole(self, tensor: Tensor, reason: str) -> Promise:
         self.tally.saved(self._where()[1].fqn, size_in_memory(tensor), reason)
@@ -422,7 +406,6 @@ class Engine:
 
     def _keep(self, station: Station, blob: Blob, reason: str) -> None:
         blob.reason = reason
-        self._fix(blob)
         station.flow.keep(blob.num)
         self.tally.keeps_instead(blob.num_bytes, reason)
 
@@ -453,7 +436,6 @@ class Engine:
         if storage is not None:
             record.station.hold(storage)
         if not self._steady.shaken:
-            record.station.fix(-record.fixed_bytes)
             record.station.flow.dropped(record.num)
 
     def _frame_is_over(self, num: int) -> None:
@@ -483,7 +465,7 @@ class Engine:
         """Refuse a budget that cannot be met, once, after the first step has shown what has to stay: a later one may just be longer."""
         budget, self._budget_is_met = self.activation_budget, self._budget_is_met or bool(self.stations)
         for station in self.stations.values():
-            fixed = station.peak_fixed_bytes
+            fixed = station.flow.peak_immovable_bytes
             if budget and fixed > budget:
                 kept = self.tally.reasons()
                 raise ValueError(

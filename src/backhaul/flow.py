@@ -72,11 +72,12 @@ class _Blob:
 class _Frame:
     """One forward: its number in the step, and its movable blobs in the order of saving."""
 
-    __slots__ = ("blobs", "ordinal")
+    __slots__ = ("blobs", "ordinal", "small_bytes")
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self.blobs: list[_Blob] = []
+        self.small_bytes = 0
 
 
 class Flow:
@@ -102,8 +103,9 @@ class Flow:
         self._frames: dict[int, _Frame] = {}
         self._num_frames = 0  # of this step
         self._fixed_bytes = 0  # resident, and cannot move
+        self._immovable_bytes = 0  # those among them that never could
+        self.peak_immovable_bytes = 0
         self._loose_bytes = 0  # resident, and no schedule says when they leave
-        self._left: set[Key] = set()
         self._copied: list[tuple[int, int, _Blob]] = []  # heaps by rank: what can be released at once,
         self._uncopied: list[tuple[int, int, _Blob]] = []  # and what must be copied out first
         self._ticks = 0
@@ -155,16 +157,25 @@ class Flow:
 
     def close_frame(self, frame: int) -> None:
         """End a frame of which nothing is alive; with the last one the step ends, and its order is learned."""
-        del self._frames[frame]
+        small_bytes = self._frames.pop(frame).small_bytes
+        self.resident_bytes -= small_bytes
+        self._cannot_move(-small_bytes)
         if not self._frames:
             self._learn()
+
+    def saved_small(self, frame: int, num_bytes: int) -> None:
+        """Count bytes that are too few to move. They are taken as resident until their frame is closed."""
+        self._frames[frame].small_bytes += num_bytes
+        self._cannot_move(num_bytes)
+        self.resident_bytes += num_bytes
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
     def saved(self, blob: int, *, frame: int, key: Key, num_bytes: int, movable: bool) -> Sequence[Decision]:
         """Count a blob that autograd has saved."""
         entry = self._blobs[blob] = _Blob(blob, num_bytes)
         self._arrive(entry)
-        if not movable or key in self._left:
-            self._fixed_bytes += num_bytes
+        if not movable:
+            self._cannot_move(num_bytes)
             return ()
         decisions: list[Decision] = []
         self._decisions = decisions
@@ -219,7 +230,9 @@ class Flow:
     def dropped(self, blob: int) -> None:
         """Forget a blob of which autograd has dropped the last saved tensor."""
         entry = self._blobs.pop(blob)
-        if entry.state is KEPT:
+        if entry.frame is None:
+            self._cannot_move(-entry.num_bytes)
+        elif entry.state is KEPT:
             self._fixed_bytes -= entry.num_bytes
         if entry.state is COPYING_IN:
             self.ahead_bytes -= entry.num_bytes
@@ -259,10 +272,6 @@ class Flow:
         entry.state = RELOADED
         self._rank(entry)
 
-    def leave(self, frame_key: Key) -> None:
-        """Keep what is saved under this key on the device from now on."""
-        self._left.add(frame_key)
-
     def times(self, ms: Sequence[float]) -> None:
         """Take the times in ms at which the device reached each event of the last step, waits for our own copies included.
 
@@ -273,6 +282,11 @@ class Flow:
             course.measure(ms, self.link, doubt=DOUBT if self.activation_budget is None else 1.0)
 
     # -- residency -----------------------------------------------------------------------------------------------------------------------
+
+    def _cannot_move(self, num_bytes: int) -> None:
+        self._fixed_bytes += num_bytes
+        self._immovable_bytes += num_bytes
+        self.peak_immovable_bytes = max(self.peak_immovable_bytes, self._immovable_bytes)
 
     def _arrive(self, entry: _Blob) -> None:
         self.resident_bytes += entry.num_bytes
@@ -435,7 +449,7 @@ class Flow:
         return self._course
 
     def _set_out(self, course: Course[_Blob], blobs: list[_Blob | None]) -> None:
-        course.set_out(blobs, link=self.link, budget=self.activation_budget, avoid=self._left)
+        course.set_out(blobs, link=self.link, budget=self.activation_budget)
 
     def _follow(self, passed: range, needed: _Blob | None = None) -> None:
         """Carry out what the schedule has for these events of the learned step, as far as it still makes sense."""
@@ -475,4 +489,5 @@ class Flow:
         else:
             course = Course(step)
         self._last = course
+        course.refine(link=self.link, budget=self.activation_budget)
         self._known[:] = [course, *self._known][:KNOWN_STEPS]

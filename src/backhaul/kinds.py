@@ -16,7 +16,11 @@ from backhaul.saved import Layout, Recast
 
 def is_parameter(tensor: Tensor) -> bool:
     """Say whether the tensor is a parameter, or a view of one such as ``weight.t()``."""
-    return isinstance(tensor, nn.Parameter) or isinstance(_torch.view_base(tensor), nn.Parameter)
+    base = _torch.view_base(tensor)
+    # A parameter is never a mere Tensor; to ask its metaclass costs a microsecond.
+    return (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)) or (
+        type(base) is not Tensor and isinstance(base, nn.Parameter)
+    )
 
 
 def why_it_stays(tensor: Tensor) -> str:

@@ -43,7 +43,6 @@ class Record:
     station: Station
     frame: int
     addresses: list[int] = field(default_factory=list)  # where the table has it
-    fixed_bytes: int = 0  # counted as resident bytes that cannot move
     slot: Slot | None = None
 
 

@@ -211,14 +211,14 @@ class Saved:
 
 
 class Kept:
-    """The promise for a tensor that stays where it is. ``blob``, where there is one, counts its bytes."""
+    """The promise for a tensor that stays where it is. It keeps its frame open, if its bytes count there."""
 
-    __slots__ = ("alias", "blob", "version")
+    __slots__ = ("alias", "frame", "version")
 
-    def __init__(self, tensor: Tensor, blob: Blob | None = None) -> None:
+    def __init__(self, tensor: Tensor, frame: Frame | None = None) -> None:
         self.alias = tensor.detach()
         self.version = _torch.version_of(tensor)
-        self.blob = blob
+        self.frame = frame
 
     def restore(self, bring: Bring) -> Tensor:
         if _torch.version_of(self.alias) != self.version:

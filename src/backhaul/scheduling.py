@@ -23,10 +23,9 @@ import heapq
 import math
 from bisect import insort
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from backhaul.steps import Key, Step
+from backhaul.steps import Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 
 COPY_COST = 0.01  # ms that a ms of copying costs the compute beside it
@@ -53,7 +52,7 @@ class Schedule:
         return replace(self, decisions=kept)
 
 
-def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | None, avoid: AbstractSet[Key] = frozenset()) -> Schedule:
+def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | None) -> Schedule:
     """Find when each blob of a step should leave and come back ([Note: Schedule]).
 
     Args:
@@ -61,9 +60,8 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
         gaps: ms of compute between each of its events and the next.
         link: rates of the tier.
         budget: bytes that may be resident; ``None`` moves what the link hides.
-        avoid: keys that are not to be moved.
     """
-    table = _Table(step, gaps, avoid)
+    table = _Table(step, gaps)
     if budget is None:
         return _Play(table, link.slower(TRUST_HIDING), None, 1.0).run()
     excess = 1 - budget / (max(table.alive) or 1)
@@ -80,7 +78,7 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
 class _Table:
     """A step by item and by event: what every play of it needs to know."""
 
-    def __init__(self, step: Step, gaps: Sequence[float], avoid: AbstractSet[Key]) -> None:
+    def __init__(self, step: Step, gaps: Sequence[float]) -> None:
         self.step = step
         self.gaps = gaps
         self.saves, self.needs = step.index()
@@ -98,10 +96,9 @@ class _Table:
             movable += step.sizes[event] if event >= 0 else 0
             self.alive.append(movable + step.fixed[position])
         frames: dict[int, list[tuple[float, int]]] = {}
-        for item, (ordinal, key) in enumerate(step.names):
-            if key not in avoid:
-                end = self.needs[item][0] if self.needs[item] else num_events
-                frames.setdefault(ordinal, []).append((self.at[self.saves[item]] - self.at[end], item))
+        for item, (ordinal, _) in enumerate(step.names):
+            end = self.needs[item][0] if self.needs[item] else num_events
+            frames.setdefault(ordinal, []).append((self.at[self.saves[item]] - self.at[end], item))
         self.depth = [math.inf] * len(step.names)  # by item: the share of its frame's bytes that live longer
         for items in frames.values():
             total = sum(step.sizes[item] for _, item in items)

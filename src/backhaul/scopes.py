@@ -39,7 +39,7 @@ class Key(NamedTuple):
 
 
 class Frame:
-    """One forward pass of a managed module. Lives as long as it runs, and then as long as any of its blobs."""
+    """One forward pass of a managed module. Lives as long as it runs, and then as long as anything saved in it."""
 
     __slots__ = ("__weakref__", "calls", "grave", "left_alone", "num", "seen")
 
@@ -47,7 +47,7 @@ class Frame:
         self.num = num
         self.grave = grave
         self.calls: dict[str, int] = {}
-        self.left_alone = Storages()  # which it would be futile to move
+        self.left_alone = Storages()  # too small to move, or futile to move
         self.seen: set[int] = set()  # storages counted in this frame that are no blobs of it: parameters, blobs of earlier frames
 
     def __del__(self) -> None:
@@ -223,7 +223,7 @@ def blocks_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Storages:
-    """The storages of parameters and buffers, by weak reference."""
+    """A set of storages, by weak reference."""
 
     def __init__(self) -> None:
         self._owned: dict[int, weakref.ref[UntypedStorage]] = {}
@@ -232,11 +232,15 @@ class Storages:
         reference = self._owned.get(id(storage))
         return reference is not None and reference() is storage
 
+    def note(self, storage: UntypedStorage) -> None:
+        """Add a storage."""
+        self._owned[id(storage)] = weakref.ref(storage)
+
     def add(self, tensors: Iterable[Tensor]) -> None:
+        """Add the storages of all that the tensors are made of."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
-                storage = plain.untyped_storage()
-                self._owned[id(storage)] = weakref.ref(storage)
+                self.note(plain.untyped_storage())
 
     def refresh(self, modules: Iterable[nn.Module]) -> None:
         """Look up every parameter and buffer anew: optimizers, ``.to`` and sharding replace storages."""
@@ -244,12 +248,6 @@ class Storages:
         for module in modules:
             self.add(module.parameters())
             self.add(module.buffers())
-
-    def add_direct(self, module: nn.Module) -> bool:
-        """Add what the module holds right now, as FSDP has gathered it; say whether there was anything new."""
-        before = len(self._owned)
-        self.add(own for own in (*module._parameters.values(), *module._buffers.values()) if own is not None)
-        return len(self._owned) > before
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

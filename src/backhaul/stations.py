@@ -35,8 +35,6 @@ class Station:
         self.limbo: deque[tuple[list[Any], UntypedStorage]] = deque()  # buffers, and the points after which nobody reads them
         self.flow = Flow(activation_budget=activation_budget)
         self.timeline = Timeline(self.clock)
-        self.fixed_bytes = 0  # resident bytes that cannot be moved
-        self.peak_fixed_bytes = 0
         self._earlier_peak = 0
 
     @property
@@ -49,7 +47,6 @@ class Station:
         self._earlier_peak = self.peak_resident_bytes
         self.flow = Flow(activation_budget=self.activation_budget)
         self.timeline = Timeline(self.clock)
-        self.fixed_bytes = 0
 
     def current_stream(self) -> torch.Stream | None:
         """Return the current stream, and remember it as one that computes; ``None`` on a device without streams."""
@@ -74,8 +71,3 @@ class Station:
         """Stamp the event that flow.py has just recorded, if it has."""
         if self.flow.num_events > len(self.timeline.stamps):
             self.timeline.mark()
-
-    def fix(self, num_bytes: int) -> None:
-        """Count bytes as resident and immovable; negative when they are gone."""
-        self.fixed_bytes += num_bytes
-        self.peak_fixed_bytes = max(self.peak_fixed_bytes, self.fixed_bytes)
