@@ -11,6 +11,13 @@ import backhaul as bh
 from backhaul.testing import RecordingTier
 
 
+def pytest_collection_finish() -> None:
+    """Take what the imports made out of the garbage collector's sight: many tests collect, and it would look at all of that each time."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers_each_time() -> Iterator[None]:
     torch.manual_seed(0)

@@ -328,7 +328,7 @@ def test_with_a_budget_of_nothing_every_reload_is_for_the_node_that_runs():
     with managed(model, activation_budget=0) as handle:
         train(model, x, handle, 5)
         largest = 64 * 2 * WIDTH * 4
-        fixed = handle._engine.stations[torch.device("cpu")].peak_fixed_bytes
+        fixed = handle._engine.stations[torch.device("cpu")].flow.peak_immovable_bytes
         assert handle.stats.peak_resident_bytes <= fixed + 2 * largest
 
 

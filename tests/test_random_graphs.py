@@ -1,4 +1,4 @@
-"""The property: whatever a program does, managing it changes no gradient by a bit (``random_graphs.py`` says what a program is)."""
+"""The property: whatever a program does, managing it changes no gradient by a bit (``random_programs.py`` says what a program is)."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from torch import Tensor
 
 from backhaul.testing import RecordingTier
 from tests import random_graphs
-from tests.random_graphs import Count, Program, check, check_many
+from tests.random_graphs import Count, check, check_many
+from tests.random_programs import MAKE, WRITE, Program, perform
 
 NUM_GRAPHS = 2000
 
@@ -78,9 +79,9 @@ def test_a_program_prints_as_something_to_read():
 
 def test_every_instruction_can_be_carried_out():
     """An instruction that always fails would cover nothing."""
-    for name in (*random_graphs.MAKE, *random_graphs.WRITE):
+    for name in (*MAKE, *WRITE):
         outcomes = []
         for source in (torch.randn(2, 3), torch.randn(6, dtype=torch.complex64), torch.ones(3) > 0):
             values = [source.clone(), source.clone()]
-            outcomes.append(random_graphs.perform(values, (name, 0, 1, 1)))
+            outcomes.append(perform(values, (name, 0, 1, 1)))
         assert "ok" in outcomes, (name, outcomes)

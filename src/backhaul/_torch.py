@@ -93,6 +93,16 @@ def neg_view(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor)
 
 
+def next_node_number() -> int:
+    """Return the number of this thread's next autograd node. Why: to tell what was made in a forward pass. Public replacement: none."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def node_number(node: torch.autograd.graph.Node) -> int:
+    """Return the number of an autograd node among those of its thread. Public replacement: none for ``Node._sequence_nr``."""
+    return int(node._sequence_nr())
+
+
 @functools.cache
 def keep_out_of_traces(package: str) -> None:
     """Have Dynamo run a package's frames as they are, and compile what they call as frames of its own.

@@ -84,8 +84,8 @@ class Course(Generic[Blob]):
     def refine(self, *, link: Link, budget: int | None) -> None:
         """Make a better schedule for the next step, now that one has ended, if there is news.
 
-        Planning costs the host from tenths of a second to seconds. The first few plans are made as soon as they can be, at the beginning of a
-        step, where the device waits for them; later ones ever more rarely, and at the end of a step, where it still has work to do.
+        Planning costs the host from tenths of a second to seconds. The first few plans are made as soon as they can be, at the beginning of
+        a step, where the device waits for them; later ones ever more rarely, and at the end of a step, where it still has work to do.
         """
         due = self.num_made > EARLY_PLANS and self.num_since >= min(64, 2 ** (self.num_made - EARLY_PLANS))
         if self.stale and due and self.basis == (link, budget):

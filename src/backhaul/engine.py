@@ -27,10 +27,10 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul.flow import CopyOut, Decision, Link, Release
-from backhaul.kinds import is_parameter, recast_of, size_in_memory, take_apart, why_it_stays
+from backhaul.kinds import cast_parameter, is_parameter, size_in_memory, take_apart, why_it_stays
 from backhaul.registry import Record, Registry, Steady
 from backhaul.reporting import Tally
-from backhaul.saved import Blob, Kept, Parts, Promise, Saved, View
+from backhaul.saved import Blob, Kept, Layout, Parts, Promise, Recast, Saved, View
 from backhaul.scopes import Frame, Here, Scope, Storages, plain_tensors
 from backhaul.sizes import format_bytes
 from backhaul.stations import Station
@@ -63,6 +63,8 @@ class Engine:
         self._steady = Steady()
         self._warned: set[str] = set()
         self._budget_is_met = False
+        self._casts_seen = False
+        self._versions: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}  # of parameters, by id, when the newest frame began
         self._accelerated: bool | None = None
 
     # Entering and leaving
@@ -94,10 +96,12 @@ class Engine:
         with self.lock, self._steady:
             self.tidy_up()
             if not self.registry.frames:
-                self.owned.refresh(module for module in (reference() for reference in self.modules) if module is not None)
+                self.owned.refresh(self._alive())
                 if not self._budget_is_met:
                     self._check_budget()
             self._measure()
+            if self._casts_seen or not self._versions:
+                self._versions = {id(p): (weakref.ref(p), _torch.version_of(p)) for module in self._alive() for p in module.parameters()}
             frame = Frame(next(self.nums), self.registry.grave)
             self.registry.open(frame)
             for station in self.stations.values():
@@ -200,8 +204,7 @@ class Engine:
             return self._keep_small(tensor, storage, station, frame, scope)
         if scope.module is not None and self._gathered(scope, storage):
             return self._keep_parameter(tensor, frame)
-        if (recast := recast_of(tensor, storage)) is not None:
-            self.tally.keeps_parameter(num_bytes, "cast of a parameter")
+        if (recast := self._recast(tensor, storage, frame)) is not None:
             return recast
         key = scope.next_key()
         if self.futile[key] >= MOST_FUTILE:
@@ -256,6 +259,20 @@ class Engine:
         self.owned.add(itertools.chain(module.parameters(), module.buffers()))
         return storage in self.owned
 
+    def _recast(self, tensor: Tensor, storage: UntypedStorage, frame: Frame) -> Recast | None:
+        """Return the promise to cast a parameter again, where it is certain to give the same."""
+        if frame.thread != threading.get_ident():
+            return None
+        parameter = cast_parameter(tensor, storage, since=frame.began_at)
+        if parameter is None:
+            return None
+        self._casts_seen = True
+        known, version = self._versions.get(id(parameter), (None, -1))
+        if known is None or known() is not parameter or version != _torch.version_of(parameter):
+            return None
+        self.tally.keeps_parameter(storage.nbytes(), "cast of a parameter")
+        return Recast(parameter, Layout.of(tensor))
+
     def _keep_parameter(self, tensor: Tensor, frame: Frame) -> Promise:
         for plain in plain_tensors(tensor):
             storage = plain.untyped_storage()
@@ -282,12 +299,13 @@ class Engine:
         self.tally.saved(self._where()[1].fqn, size_in_memory(tensor), reason)
         return Kept(tensor)
 
+    def _alive(self) -> list[nn.Module]:
+        return [module for reference in self.modules if (module := reference()) is not None]
+
     def _on_accelerator(self) -> bool:
         """Say whether the managed modules live on an accelerator, so that tensors on the host are none of ours."""
         if self._accelerated is None:
-            tensors = (
-                t for reference in self.modules if (module := reference()) is not None for t in (*module.parameters(), *module.buffers())
-            )
+            tensors = (tensor for module in self._alive() for tensor in (*module.parameters(), *module.buffers()))
             self._accelerated = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors)
         return self._accelerated
 

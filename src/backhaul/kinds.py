@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul.saved import Layout, Recast
+from backhaul.saved import Layout
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -70,12 +70,16 @@ def take_apart(tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
     return inner, other, context
 
 
-def recast_of(tensor: Tensor, storage: UntypedStorage) -> Recast | None:
-    """Return the promise for a cast of a parameter, made by autocast or the user, if ``tensor`` is one or a view of one."""
+def cast_parameter(tensor: Tensor, storage: UntypedStorage, *, since: int) -> nn.Parameter | None:
+    """Return the parameter of which ``tensor``, or what it is a view of, is a cast, made by autocast or the user.
+
+    ``since`` is a number of this thread's (``_torch.next_node_number``): casts from before it do not count, for the parameter may have been
+    written since. So it does in autocast's cache when an optimizer steps inside the autocast context.
+    """
     whole = _torch.view_base(tensor)
     whole = tensor if whole is None else whole
     made_by = whole.grad_fn
-    if made_by is None or made_by.name() != "ToCopyBackward0" or _torch.version_of(whole):  # nor written since
+    if made_by is None or made_by.name() != "ToCopyBackward0" or _torch.version_of(whole) or _torch.node_number(made_by) < since:
         return None
     parameter = getattr(made_by.next_functions[0][0], "variable", None)
     if (
@@ -86,4 +90,4 @@ def recast_of(tensor: Tensor, storage: UntypedStorage) -> Recast | None:
         or storage.nbytes() != whole.numel() * whole.element_size()
     ):
         return None
-    return Recast(parameter, Layout.of(tensor))
+    return parameter

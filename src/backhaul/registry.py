@@ -122,11 +122,11 @@ class Registry:
             if self.table.get(address) is record.blob:
                 del self.table[address]
         self._on_gone(record, storage)
-        del self.records[num]
         opened = self.frames.get(record.frame)
         if opened is not None:
             opened.blobs.discard(num)
-            self._end(record.frame)
+        del self.records[num]
+        self._end(record.frame)
 
     def _end(self, num: int) -> None:
         opened = self.frames.get(num)

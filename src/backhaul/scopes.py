@@ -41,11 +41,13 @@ class Key(NamedTuple):
 class Frame:
     """One forward pass of a managed module. Lives as long as it runs, and then as long as anything saved in it."""
 
-    __slots__ = ("__weakref__", "calls", "grave", "left_alone", "num", "seen")
+    __slots__ = ("__weakref__", "began_at", "calls", "grave", "left_alone", "num", "seen", "thread")
 
     def __init__(self, num: int, grave: "deque[Any]") -> None:
         self.num = num
         self.grave = grave
+        self.thread = threading.get_ident()
+        self.began_at = _torch.next_node_number()  # of this thread
         self.calls: dict[str, int] = {}
         self.left_alone = Storages()  # too small to move, or futile to move
         self.seen: set[int] = set()  # storages counted in this frame that are no blobs of it: parameters, blobs of earlier frames
