@@ -4,7 +4,7 @@ Covers: ``Program`` as plain data, custom Functions that save in unusual ways, `
 Does not cover: running a program plain and managed (random_graphs.py).
 
 A program is a list of instructions on a growing list of tensors. An instruction is a name and three small numbers: which tensors it takes,
-counted from the newest modulo how many there are, and a choice. So any numbers make a program, and a failure that hypothesis shrinks can be read.
+counted from the newest modulo how many there are, and a choice. So any numbers make a program, and what a failure shrinks to can be read.
 """
 
 from collections.abc import Callable

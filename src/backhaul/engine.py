@@ -335,7 +335,7 @@ class Engine:
             self.tally.num_demand_reloads += 1
         if blob.incoming is not None:
             try:
-                station.waits.measure(blob.incoming.wait)
+                station.waits.measure(blob.incoming, blob.incoming.wait)
             except BaseException:
                 blob.release()  # what it was to hold is not there; the next need asks the tier again
                 raise

@@ -59,7 +59,7 @@ class Station:
         """Order what follows after ``copy``, so that ``source`` may be dropped ([Note: Whose memory])."""
         self.current_stream()
         bound = len(self.streams) <= 1 and (self.device.type != "cuda" or in_current_pool(source))
-        self.waits.measure(copy.wait if bound else copy.order)
+        self.waits.measure(copy, copy.wait if bound else copy.order)
 
     def hold(self, buffer: UntypedStorage) -> None:
         """Keep a buffer until every compute stream has passed what it holds now ([Note: Whose memory])."""

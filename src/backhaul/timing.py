@@ -6,10 +6,12 @@ Does not cover: what the times are used for (flow.py, reporting.py).
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from backhaul.tiers.base import Transfer
 
 
 class Clock(Protocol):
@@ -96,8 +98,11 @@ class Waits:
         self._open: deque[tuple[Any, Any]] = deque()
         self._total_ms = 0.0
 
-    def measure(self, wait: Any) -> None:
-        """Call ``wait`` and note how long it kept what follows."""
+    def measure(self, copy: Transfer, wait: Callable[[], None]) -> None:
+        """Call ``wait``, one of the ways to wait for ``copy``, and note how long it kept what follows."""
+        if copy.done():  # nothing to measure, which would take longer than to wait
+            wait()
+            return
         begin = self.clock.stamp()
         try:
             wait()
