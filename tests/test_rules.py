@@ -202,7 +202,7 @@ def check_gradients_are_right_however_late_copies_are() -> None:
 
 def test_rule_5_what_follows_a_copy_waits_for_it(monkeypatch):
     def wait_for_nothing(patches: Patch) -> None:
-        patches.setattr(Waits, "measure", lambda self, wait: None)
+        patches.setattr(Waits, "measure", lambda self, copy, wait: None)
 
     assert_holds_only_with_the_rule(monkeypatch, check_gradients_are_right_however_late_copies_are, wait_for_nothing)
 

@@ -340,3 +340,31 @@ def test_attention_of_every_backend_trains_the_same():
         with everything(module) as handle:
             assert same_bits(torch.autograd.grad(module(x).sum(), x)[0], expected[0])
             assert handle.stats.offloaded_bytes
+
+
+class Sealed(Scaled):
+    """The same with parts that cannot be replaced from outside."""
+
+    def __init__(self, values: Tensor, scale: Tensor, note: str) -> None:
+        self._inside = (values, scale)
+        self.note = note
+
+    values_ = property(lambda self: self._inside[0])
+    scale = property(lambda self: self._inside[1])
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], note: str, size: torch.Size, stride: tuple[int, ...]) -> "Sealed":
+        return Sealed(inner["values_"], inner["scale"], note)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is torch.ops.aten.detach.default
+        return Sealed(args[0].values_, args[0].scale, args[0].note)
+
+
+def test_a_wrapper_whose_parts_cannot_be_replaced_comes_back_too() -> None:
+    values, scale = torch.arange(8.0), torch.tensor(2.0)
+    seen, _ = come_back(lambda: [Sealed(values, scale, "note")], RecordingTier(deferred=True))
+    (back,) = seen
+    assert isinstance(back, Sealed)
+    assert same([back.values_, back.scale], [values, scale])

@@ -77,7 +77,7 @@ class Course(Generic[Blob]):
         self.restart(blobs)
         self.num_since += 1
         anew = self.basis != (link, budget)
-        if self.pace.gaps and (anew or (self.stale and self.num_made <= EARLY_PLANS)):
+        if self.pace.gaps and (anew or (self.stale and self.num_made < EARLY_PLANS)):
             self.num_made = 0 if anew else self.num_made
             self._plan(link, budget)
 
@@ -87,7 +87,7 @@ class Course(Generic[Blob]):
         Planning costs the host from tenths of a second to seconds. The first few plans are made as soon as they can be, at the beginning of
         a step, where the device waits for them; later ones ever more rarely, and at the end of a step, where it still has work to do.
         """
-        due = self.num_made > EARLY_PLANS and self.num_since >= min(64, 2 ** (self.num_made - EARLY_PLANS))
+        due = self.num_made >= EARLY_PLANS and self.num_since >= min(64, 8 << (self.num_made - EARLY_PLANS))
         if self.stale and due and self.basis == (link, budget):
             self._plan(link, budget)
 

@@ -95,11 +95,13 @@ class Engine:
             raise RuntimeError(f"{name!r} was called inside {where}; run it within handle.paused()")
         with self.lock, self._steady:
             self.tidy_up()
-            if not self.registry.frames:
+            if self.registry.frames:
+                self._measure()
+            else:
+                self._measure(only_if_new=True)  # the device may be waiting for this step to begin
                 self.owned.refresh(self._alive())
                 if not self._budget_is_met:
                     self._check_budget()
-            self._measure()
             if self._casts_seen or not self._versions:
                 self._versions = {id(p): (weakref.ref(p), _torch.version_of(p)) for module in self._alive() for p in module.parameters()}
             frame = Frame(next(self.nums), self.registry.grave)
@@ -468,13 +470,15 @@ class Engine:
             if step_ends:
                 station.timeline.end_step(learned=station.flow.num_steps > num_steps)
 
-    def _measure(self) -> None:
+    def _measure(self, *, only_if_new: bool = False) -> None:
         """Tell flow.py how fast the tier is, and when the device reached each event of the last step, as far as that is known."""
         rates = self.tier.rates_gbps
         for station in self.stations.values():
             if rates is not None and any(abs(new / old - 1) > RATE_CHANGE for new, old in zip(rates, station.rates, strict=True)):
                 station.rates = rates
                 station.flow.link = Link(d2h_gbps=rates[0], h2d_gbps=rates[1], both_gbps=DUPLEX * sum(rates))
+            if only_if_new and station.flow.predicted_stall_ms is not None:
+                continue
             times = station.timeline.finished()
             if times is not None:
                 station.flow.times(times)

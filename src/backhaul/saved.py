@@ -251,7 +251,7 @@ class Parts:
     The wrapper has a version counter of its own, which a detached shell of it shares.
     """
 
-    __slots__ = ("context", "kind", "parts", "plain", "shell", "size", "stride", "version")
+    __slots__ = ("context", "kind", "outer", "parts", "plain", "shell", "size", "stride", "version")
 
     def __init__(self, tensor: Tensor, parts: dict[str, Promise], plain: dict[str, Any], context: Any) -> None:
         self.kind: Any = type(tensor)
@@ -259,22 +259,27 @@ class Parts:
         self.plain = plain  # what else it flattens to: a DTensor's mesh, the offsets that identify a jagged size
         self.context = context
         self.size, self.stride = tensor.size(), tensor.stride()
+        self.outer = weakref.ref(tensor)
         self.shell = _empty_shell(tensor.detach())
         self.version = _torch.version_of(tensor)
 
     def restore(self, bring: Bring) -> Tensor:
         """Restore the inner tensors and build the wrapper around them."""
-        if _torch.version_of(self.shell) != self.version:
-            raise modified_in_place(self.shell, self.version)
+        watched = self.shell if self.shell is not None else self.outer()
+        if watched is not None and _torch.version_of(watched) != self.version:
+            raise modified_in_place(watched, self.version)
         inner = {**self.plain, **{name: promise.restore(bring) for name, promise in self.parts.items()}}
         tensor: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return tensor
 
 
 def _empty_shell(wrapper: Any) -> Any:
-    """Let a detached wrapper go of the tensors inside it."""
+    """Let a detached wrapper go of the tensors inside it, and return it; ``None`` where it does not let them go."""
     for name in wrapper.__tensor_flatten__()[0]:
         inner = getattr(wrapper, name)
         if isinstance(inner, Tensor):
-            setattr(wrapper, name, torch.empty(0, dtype=inner.dtype, device=inner.device))
+            try:
+                setattr(wrapper, name, torch.empty(0, dtype=inner.dtype, device=inner.device))
+            except AttributeError:  # a read-only property
+                return None
     return wrapper
