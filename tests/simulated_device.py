@@ -73,6 +73,7 @@ class SimulatedDevice:
         monkeypatch.setattr(lanes, "_new_event", lambda device: SimulatedEvent(self))
         monkeypatch.setattr(lanes, "_current_stream", lambda device: self.compute)
         monkeypatch.setattr(lanes, "_copy_chunk", self.copy_chunk)
+        monkeypatch.setattr(lanes, "_set_stream", lambda stream: None)
         monkeypatch.setattr(lanes, "_lanes", {})
         monkeypatch.setattr(lanes, "CHUNK_BYTES", 64)
         monkeypatch.setattr(host, "has_streams", lambda device: True)

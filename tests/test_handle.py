@@ -418,3 +418,13 @@ def test_a_module_that_is_compiled_while_managed_still_trains_the_same():
         for _ in range(3):
             assert same(step(model), EXPECTED)
     assert same(step(model), EXPECTED)
+
+
+def test_a_bound_forward_without_its_module_says_what_is_missing():
+    module = nn.Linear(4, 4)
+    handle = everything(module)
+    forward = module.forward
+    del module
+    with pytest.raises(RuntimeError, match="keep the module"):
+        forward(torch.ones(1, 4))
+    handle.remove()

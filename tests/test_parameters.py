@@ -421,3 +421,24 @@ def test_c13_fully_sharded_weights_stay(mesh):
             assert same(gradients(), expected)
     assert not any(record.num_bytes == 8 * 32 * 4 for record in tier.records)
     assert any(record.num_bytes == 2 * 32 * 4 for record in tier.records)
+
+
+def test_parameters_can_be_swapped_while_managed(x):
+    """`to` and `load_state_dict` swap wrapper subclasses always and plain tensors on request; a weak reference to a parameter forbids it."""
+    module = nn.Linear(x.shape[-1], 4)
+    with everything(module):
+        module(x).sum().backward()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            module.to(torch.float64)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        assert module(x.double()).dtype == torch.float64
+
+
+def test_lazy_modules_become_what_they_are_in_their_first_forward(x):
+    module = nn.Sequential(nn.LazyLinear(8), nn.GELU(), nn.LazyLinear(4))
+    with everything(module) as handle:
+        module(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        assert handle.stats.kept_by_reason["parameter"] > 0

@@ -27,20 +27,19 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul.flow import CopyOut, Decision, Link, Release
-from backhaul.kinds import cast_parameter, is_parameter, size_in_memory, take_apart, why_it_stays
+from backhaul.kinds import cast_parameter, is_parameter, parameter_versions, size_in_memory, take_apart, why_it_stays
 from backhaul.registry import Record, Registry, Steady
 from backhaul.reporting import Tally
 from backhaul.saved import Blob, Kept, Layout, Parts, Promise, Recast, Saved, View
 from backhaul.scopes import Frame, Here, Scope, Storages, plain_tensors
 from backhaul.sizes import format_bytes
-from backhaul.stations import Station
+from backhaul.stations import Station, on_stream
 from backhaul.tiers.base import Tier, TierFull
 
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
 MOST_FUTILE = 2  # steps in which copying a key freed nothing, after which it is left alone
 RATE_CHANGE = 0.1  # a smaller change of the tier's speed is no reason to plan again
 DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
-NOTHING = contextlib.nullcontext()
 
 
 class Engine:
@@ -64,7 +63,7 @@ class Engine:
         self._warned: set[str] = set()
         self._budget_is_met = False
         self._casts_seen = False
-        self._versions: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}  # of parameters, by id, when the newest frame began
+        self._versions: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # of parameters, when the newest frame began
         self._accelerated: bool | None = None
 
     # Entering and leaving
@@ -103,7 +102,7 @@ class Engine:
                 if not self._budget_is_met:
                     self._check_budget()
             if self._casts_seen or not self._versions:
-                self._versions = {id(p): (weakref.ref(p), _torch.version_of(p)) for module in self._alive() for p in module.parameters()}
+                self._versions = parameter_versions(self._alive())
             frame = Frame(next(self.nums), self.registry.grave)
             self.registry.open(frame)
             for station in self.stations.values():
@@ -270,7 +269,7 @@ class Engine:
             return None
         self._casts_seen = True
         known, version = self._versions.get(id(parameter), (None, -1))
-        if known is None or known() is not parameter or version != _torch.version_of(parameter):
+        if known is None or known() is not parameter.untyped_storage() or version != _torch.version_of(parameter):
             return None
         self.tally.keeps_parameter(storage.nbytes(), "cast of a parameter")
         return Recast(parameter, Layout.of(tensor))
@@ -368,7 +367,7 @@ class Engine:
             self._keep(station, blob, "written in place")
             return
         try:
-            with _on(blob.stream):
+            with on_stream(blob.stream):
                 blob.slot = self.registry.records[blob.num].slot = self.tier.store(blob.source())
         except (TierFull, OSError) as error:
             self._tier_failed(station, blob, error)
@@ -410,7 +409,7 @@ class Engine:
             self._was_futile(station, blob)
             return
         assert blob.slot is not None
-        with _on(blob.stream):
+        with on_stream(blob.stream):
             target = torch.empty(blob.num_bytes, dtype=torch.uint8, device=station.device)
             incoming = self.tier.load(blob.slot, target)
         storage = target.untyped_storage()
@@ -494,7 +493,3 @@ class Engine:
                     f"activation_budget={format_bytes(budget)} is below the {format_bytes(fixed)} of saved tensors on {station.device} "
                     f"that cannot be moved ({kept}); give that at least, lower min_bytes, or use 0 to move all that can move"
                 )
-
-
-def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    return NOTHING if stream is None else stream

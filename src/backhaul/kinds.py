@@ -4,10 +4,13 @@ Covers: tensors that cannot move and why, wrapper subclasses, casts of parameter
 Does not cover: what depends on the engine's state (engine.py).
 """
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
@@ -91,3 +94,16 @@ def cast_parameter(tensor: Tensor, storage: UntypedStorage, *, since: int) -> nn
     ):
         return None
     return parameter
+
+
+def parameter_versions(modules: Iterable[nn.Module]) -> "dict[int, tuple[weakref.ref[UntypedStorage], int]]":
+    """Return the versions of all plain parameters, by their ids, with their storages to tell whether the id is still theirs.
+
+    The storages, since a parameter that has weak references cannot be swapped (``torch.utils.swap_tensors``, as ``to`` may do).
+    """
+    return {
+        id(parameter): (weakref.ref(parameter.untyped_storage()), _torch.version_of(parameter))
+        for module in modules
+        for parameter in module.parameters()
+        if type(parameter.data) is Tensor and parameter.layout is torch.strided and not is_lazy(parameter)
+    }

@@ -259,13 +259,13 @@ class Parts:
         self.plain = plain  # what else it flattens to: a DTensor's mesh, the offsets that identify a jagged size
         self.context = context
         self.size, self.stride = tensor.size(), tensor.stride()
-        self.outer = weakref.ref(tensor)
         self.shell = _empty_shell(tensor.detach())
+        self.outer = weakref.ref(tensor) if self.shell is None else None
         self.version = _torch.version_of(tensor)
 
     def restore(self, bring: Bring) -> Tensor:
         """Restore the inner tensors and build the wrapper around them."""
-        watched = self.shell if self.shell is not None else self.outer()
+        watched = self.shell if self.outer is None else self.outer()
         if watched is not None and _torch.version_of(watched) != self.version:
             raise modified_in_place(watched, self.version)
         inner = {**self.plain, **{name: promise.restore(bring) for name, promise in self.parts.items()}}

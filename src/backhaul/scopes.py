@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
@@ -118,7 +119,8 @@ class Wrapper:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             module = reference()
-            assert module is not None
+            if module is None:
+                raise RuntimeError(f"the module {kind.__name__} of this bound method is gone; while it is managed, keep the module itself")
             forward = previous if previous is not None else functools.partial(kind.forward, module)
             watcher = self.watcher
             scope = watcher.enter(module, fqn, is_root=is_root) if watcher is not None else None
@@ -260,5 +262,5 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
             inner = getattr(tensor, name)
             if isinstance(inner, Tensor):  # a DTensor names its mesh, too
                 yield from plain_tensors(inner)
-    elif tensor.layout == torch.strided:
+    elif tensor.layout == torch.strided and not is_lazy(tensor):
         yield tensor

@@ -10,6 +10,7 @@ been seen, waiting on the current stream binds nobody else: then memory is held 
 """
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from backhaul.flow import Flow
 from backhaul.tiers.base import Transfer
 from backhaul.tiers.pools import in_current_pool
 from backhaul.timing import Timeline, Waits, clock_of
+
+
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """Return a context in which ``stream`` is the current one; one that changes nothing on a device without streams."""
+    return nullcontext() if stream is None else stream
 
 
 class Station:

@@ -80,6 +80,7 @@ class Lane:
         self._lock = threading.Lock()  # held to queue work, never to wait for it
         self._streams = (_new_stream(device), _new_stream(device))
         self._num_chunks = 0
+        self._between = _new_event(device)  # of one chunk and the next: who waits for an event waits for what was recorded last
         self._last_chunk: torch.Event | None = None
         self._in_flight: dict[int, LaneTransfer] = {}  # by number, so in the order in which they end
         self.last_number = 0  # of the last copy that was queued
@@ -93,8 +94,9 @@ class Lane:
         ``store`` is the copy that filled the source, ``last_use`` the last one that read the target. The lane stays usable after an error.
         """
         self.prune()
-        # Read before entering a copy stream: inside `with stream`, the current stream is the copy stream itself.
-        produced = _current_stream(self._device).record_event()
+        # Read before a copy stream becomes the current one.
+        caller = _current_stream(self._device)
+        produced = caller.record_event()
         with self._lock:
             self.last_number += 1
             transfer = LaneTransfer(self.last_number, target, source, self._device)
@@ -110,11 +112,13 @@ class Lane:
             try:
                 for target_chunk, source_chunk in _chunks(target, source):
                     if transfer.num_bytes:
-                        self._last_chunk = stream.record_event()
+                        self._between.record(stream)
+                        self._last_chunk = self._between
                         stream = self._next_stream()
                     _copy_chunk(stream, target_chunk, source_chunk)
                     transfer.num_bytes += source_chunk.numel()
             finally:
+                _set_stream(caller)
                 # Also after an error: what has been queued so far still touches both ends, and later copies still come after it.
                 transfer._ended.record(stream)
                 self._last_chunk = transfer._ended
@@ -185,11 +189,10 @@ def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut where the host address is a multiple of the chunk, so that no chunk crosses from one registered slab into the next (host.py)."""
     host = source if target.device.type != "cpu" else target
     num_bytes = host.numel()
-    start = 0
-    end = CHUNK_BYTES - host.data_ptr() % CHUNK_BYTES
-    while start < num_bytes:
-        yield target[start:end], source[start:end]
-        start, end = end, end + CHUNK_BYTES
+    first = min(num_bytes, CHUNK_BYTES - host.data_ptr() % CHUNK_BYTES)
+    num_whole, last = divmod(num_bytes - first, CHUNK_BYTES)
+    sizes = [first, *[CHUNK_BYTES] * num_whole, *([last] if last else [])]
+    return zip(target.split(sizes), source.split(sizes), strict=True)
 
 
 # The edges of [Note: Copy edges].
@@ -223,8 +226,12 @@ def _before_copy(stream: torch.Stream) -> None:
 
 
 def _copy_chunk(stream: torch.Stream, target: Tensor, source: Tensor) -> None:
-    with stream:
-        target.copy_(source, non_blocking=True)
+    _set_stream(stream)  # to enter and leave a stream costs several times as much, and there are thousands of chunks a second
+    target.copy_(source, non_blocking=True)
+
+
+def _set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
 
 
 def _new_stream(device: torch.device) -> torch.Stream:
