@@ -424,7 +424,7 @@ def test_c13_fully_sharded_weights_stay(mesh):
 
 
 def test_parameters_can_be_swapped_while_managed(x):
-    """`to` and `load_state_dict` swap wrapper subclasses always and plain tensors on request; a weak reference to a parameter forbids it."""
+    """`to` and `load_state_dict` swap wrapper subclasses always, plain tensors on request; a weak reference to a parameter forbids it."""
     module = nn.Linear(x.shape[-1], 4)
     with everything(module):
         module(x).sum().backward()
