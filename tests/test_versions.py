@@ -490,3 +490,32 @@ def test_a_copy_that_was_read_back_is_no_licence_to_forget_a_write():
         module(b, a)
         second = outcome(output, a, b, retain_graph=True)
         assert same(first, second)
+
+
+def test_outputs_of_unsafe_chunk_have_counters_of_their_own():
+    """RNN cells write one gate after another into one storage; what is saved first must not stand for what is written later."""
+
+    def gates(x: Tensor) -> Tensor:
+        first, second = (x * 1).unsafe_chunk(2, 0)
+        return first.sigmoid_().sum() + second.tanh_().sum()
+
+    x = torch.randn(8, 4, requires_grad=True)
+    expected = torch.autograd.grad(gates(x), x)
+    for options in ({}, LAZY):
+        with everything(Code(gates), **options) as handle:
+            for _ in range(3):
+                assert same(torch.autograd.grad(handle._wrappers[0].module()(x), x), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_networks_give_the_same(kind):
+    module = kind(16, 16, batch_first=True)
+    x = torch.randn(4, 6, 16, requires_grad=True)
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(module(x)[0].square().sum(), [x, *module.parameters()]))
+
+    expected = gradients()
+    with everything(module):
+        for _ in range(3):
+            assert same(gradients(), expected)

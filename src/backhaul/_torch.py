@@ -93,6 +93,23 @@ def neg_view(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor)
 
 
+def share_version_counter(tensor: Tensor, other: Tensor) -> bool:
+    """Say whether a write to one tensor is counted for the other.
+
+    Why: outputs of ``unsafe_chunk``, and ``x.data``, share a storage with tensors that have counters of their own. ``other`` is
+    written to, as far as its counter goes, and set back. Public replacement: none.
+    """
+    before = tensor._version
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(other):
+        torch.autograd.graph.increment_version(other)
+        return tensor._version != before
+
+
+def forward_ad_is_active() -> bool:
+    """Say whether a forward-mode level is open: tensors may have tangents then, which follow them everywhere. Public replacement: none."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def next_node_number() -> int:
     """Return the number of this thread's next autograd node. Why: to tell what was made in a forward pass. Public replacement: none."""
     return int(torch._C._autograd._get_sequence_nr())

@@ -73,9 +73,7 @@ class Handle:
     def report(self) -> Report:
         """Return what was done: print it, or take ``to_dict()``."""
         stats, tally = self.stats, self._engine.tally
-        note = (
-            "" if stats.offloaded_bytes or not tally.num_passes else f"nothing was offloaded: {tally.why_nothing(self._engine.min_bytes)}"
-        )
+        note = "" if stats.offloaded_bytes else f"nothing was offloaded: {tally.why_nothing(self._engine.min_bytes)}"
         return Report(stats=stats, modules=tally.modules(), note=note)
 
     def region(self) -> contextlib.AbstractContextManager[None]:

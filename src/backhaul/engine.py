@@ -61,7 +61,6 @@ class Engine:
         self.closed = False
         self._steady = Steady()
         self._warned: set[str] = set()
-        self._budget_is_met = False
         self._casts_seen = False
         self._versions: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # of parameters, when the newest frame began
         self._accelerated: bool | None = None
@@ -71,17 +70,25 @@ class Engine:
     def enter(self, module: nn.Module, fqn: str, *, is_root: bool) -> Scope | None:
         """Return the scope of a module that is about to run: of a new frame, or of the one it runs in."""
         here = self.here
-        if here.paused or not torch.is_grad_enabled() or _torch.inside_backward():
+        if here.paused or not torch.is_grad_enabled():
             return None
-        if here.scope is not None:
+        if _torch.inside_backward():
+            obstacle = "it runs inside a checkpoint, whose recomputation goes on undisturbed; manage what is around it"
+        elif here.scope is not None:
             return Scope(here.scope.frame, fqn, module)
-        return self.begin_frame(fqn, module) if is_root and module.training else None
+        elif not is_root or module.training:
+            return self.begin_frame(fqn, module) if is_root else None
+        else:
+            obstacle = "it is in eval mode"
+        if is_root and here.scope is None:
+            self._turn_away(obstacle)
+        return None
 
     def begin_frame(self, fqn: str, module: nn.Module | None) -> Scope | None:
         """Open a frame, and a step with it where none is open. Return ``None`` where the hooks have to stay away."""
         name = fqn or "the managed module"
         if _torch.inside_checkpoint():
-            self.passed("it runs inside a checkpointed region, where hooks would switch recomputation off; manage what is around it")
+            self._turn_away("it runs inside a checkpointed region, where hooks would switch recomputation off; manage what is around it")
             return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -99,8 +106,8 @@ class Engine:
             else:
                 self._measure(only_if_new=True)  # the device may be waiting for this step to begin
                 self.owned.refresh(self._alive())
-                if not self._budget_is_met:
-                    self._check_budget()
+                for station in self.stations.values():
+                    station.check_budget(self.tally.reasons())
             if self._casts_seen or not self._versions:
                 self._versions = parameter_versions(self._alive())
             frame = Frame(next(self.nums), self.registry.grave)
@@ -109,12 +116,21 @@ class Engine:
                 station.flow.open_frame(frame.num)
             return Scope(frame, fqn, module)
 
-    def passed(self, obstacle: str = "") -> None:
-        """Note that a managed module's forward has ended; warn once when three have moved nothing."""
+    def passed(self) -> None:
+        """Note that a frame's forward has ended; warn once when three have moved nothing."""
+        self.tally.num_passes += 1
+        self._say_if_nothing_moves()
+
+    def _turn_away(self, obstacle: str) -> None:
+        """Note that a managed module runs where it cannot be managed."""
+        self.tally.num_turned_away += 1
+        self.tally.obstacle = obstacle
+        self._say_if_nothing_moves()
+
+    def _say_if_nothing_moves(self) -> None:
         tally = self.tally
-        tally.num_passes += 1
-        if tally.num_passes >= 3 and not tally.offloaded_bytes:
-            reason = obstacle or tally.why_nothing(self.min_bytes)
+        if (tally.num_passes or tally.num_turned_away) >= 3 and not tally.offloaded_bytes:
+            reason = tally.why_nothing(self.min_bytes)
             self.warn_once("nothing", f"backhaul offloaded 0 of {format_bytes(tally.saved_bytes)} in three passes: {reason}")
 
     def warn_once(self, topic: str, message: str) -> None:
@@ -172,8 +188,6 @@ class Engine:
             self.registry.drain()
             return promise.restore(self._bring)
 
-    # Pack
-
     def _promise(self, tensor: Tensor) -> Promise:
         if self.closed or self._steady.shaken:
             return Kept(tensor)
@@ -199,7 +213,9 @@ class Engine:
             return self._keep_whole(tensor, "on the host")
         blob = self.registry.find(storage)
         if blob is not None and not blob.changed:
-            return self._another_view(blob, tensor, frame, scope)
+            view = View(tensor)
+            if blob.takes(view):
+                return self._another_view(blob, view, frame, scope)
         station = self._station(tensor.device)
         if num_bytes < self.min_bytes or not num_bytes:
             return self._keep_small(tensor, storage, station, frame, scope)
@@ -227,20 +243,20 @@ class Engine:
         station.mark()
         self._carry_out(station, decisions)
 
-    def _another_view(self, blob: Blob, tensor: Tensor, frame: Frame, scope: Scope) -> Promise:
+    def _another_view(self, blob: Blob, view: View, frame: Frame, scope: Scope) -> Promise:
         if blob.frame is not frame and blob.num not in frame.seen:
             frame.seen.add(blob.num)
             self.tally.saved(scope.fqn, blob.num_bytes, "shared with an earlier pass")
-        view = View(tensor)
         blob.views.append(view)
-        if blob.released:  # somebody has kept it alive and saves it again: the tier has it already
-            view.let_go()
-        if blob.reason == "slice" and tensor.numel() * tensor.element_size() * SLICE >= blob.num_bytes:
+        alias = view.alias
+        if blob.reason == "slice" and alias.numel() * alias.element_size() * SLICE >= blob.num_bytes:
             self.tally.keeps_instead(blob.num_bytes, "", instead_of=blob.reason)
             blob.reason = ""
             station = self.registry.records[blob.num].station
             station.flow.dropped(blob.num)
             self._offer(station, blob)
+        elif blob.released:  # somebody has kept it alive and saves it again: the tier has it already
+            view.let_go()
         return Saved(blob, view)
 
     def _where(self) -> tuple[Frame, Scope]:
@@ -317,8 +333,6 @@ class Engine:
             for num in self.registry.frames:
                 station.flow.open_frame(num)
         return station
-
-    # Unpack
 
     def _bring(self, blob: Blob) -> None:
         """Have the blob on the device and order the current stream after its arrival."""
@@ -481,15 +495,3 @@ class Engine:
             times = station.timeline.finished()
             if times is not None:
                 station.flow.times(times)
-
-    def _check_budget(self) -> None:
-        """Refuse a budget that cannot be met, once, after the first step has shown what has to stay: a later one may just be longer."""
-        budget, self._budget_is_met = self.activation_budget, self._budget_is_met or bool(self.stations)
-        for station in self.stations.values():
-            fixed = station.flow.peak_immovable_bytes
-            if budget and fixed > budget:
-                kept = self.tally.reasons()
-                raise ValueError(
-                    f"activation_budget={format_bytes(budget)} is below the {format_bytes(fixed)} of saved tensors on {station.device} "
-                    f"that cannot be moved ({kept}); give that at least, lower min_bytes, or use 0 to move all that can move"
-                )

@@ -466,7 +466,8 @@ class Flow:
                     if entry.state is RESIDENT:
                         self._copy_out(entry)
                 elif isinstance(decision, Reload):
-                    if entry.state is RELEASED:
+                    # Where events were left out, reloads of many meet here, and the releases that made room for them may not have.
+                    if entry.state is RELEASED and (len(passed) == 1 or self._excess() + entry.num_bytes <= 0):
                         self._reload(entry)
                 elif entry is not needed and entry.state in (COPYING_OUT, RELOADED, COPYING_IN):
                     self._release(entry)

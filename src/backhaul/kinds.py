@@ -38,7 +38,9 @@ def why_it_stays(tensor: Tensor) -> str:
         return "quantized"
     if tensor.device.type == "meta":
         return "meta"
-    return "torch.func" if _torch.is_functional_tensor(tensor) else ""
+    if _torch.is_functional_tensor(tensor):
+        return "torch.func"
+    return "forward-mode AD" if _torch.forward_ad_is_active() else ""
 
 
 def size_in_memory(tensor: Tensor) -> int:

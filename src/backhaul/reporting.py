@@ -92,6 +92,8 @@ class Tally:
         self.num_offloads = 0
         self.num_demand_reloads = 0
         self.num_passes = 0
+        self.num_turned_away = 0
+        self.obstacle = ""  # why the last of these could not be managed
         self.largest_bytes = 0
         self.kept: Counter[str] = Counter()  # "" for what could move and has not
         self.saved_by_fqn: Counter[str] = Counter()
@@ -141,8 +143,10 @@ class Tally:
 
     def why_nothing(self, min_bytes: int) -> str:
         """Say why an enabled handle has moved nothing."""
+        if not self.num_passes:
+            return self.obstacle or "no forward of a managed module has run with gradients enabled; other code needs handle.region()"
         if not self.kept:
-            return "autograd saved nothing in the managed modules; is everything in them frozen?"
+            return "autograd saved nothing in the managed modules; is everything in them frozen, or is forward a generator?"
         if not self.saved_bytes:
             return f"only parameters and their aliases were saved ({self.reasons()})"
         if self.largest_bytes < min_bytes:

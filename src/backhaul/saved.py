@@ -14,6 +14,11 @@ A detached alias shares the version counter of the tensor it was made from. With
 promises do, and raise the error that autograd would have raised. On release an alias gives up the storage and keeps the counter (assigning
 ``.data`` replaces the one and not the other), so that a storage found alive later can still be told from one that was written meanwhile.
 
+[Note: Late views]
+A storage is copied as it was when the copy began. A tensor that is saved later shares that copy only if it shares the version counter that
+says that nothing was written in between. Outputs of ``unsafe_chunk``, and ``x.data``, have counters of their own: such a tensor is another
+blob, and the storage is copied again.
+
 An alias is never handed out where it may be released: whoever got it would see it emptied.
 """
 
@@ -23,7 +28,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
@@ -138,6 +143,10 @@ class Blob:
         """Whether the storage was written in place since any of its tensors was saved."""
         return any(view.changed for view in self.views)
 
+    def takes(self, view: View) -> bool:
+        """Say whether another tensor of the storage can share this blob's copy ([Note: Late views])."""
+        return self.slot is None or any(_torch.share_version_counter(known.alias, view.alias) for known in self.views)
+
     @property
     def survivor(self) -> UntypedStorage | None:
         """The storage that was given up, if somebody else has kept it alive and nobody has written to it."""
@@ -204,10 +213,14 @@ class Saved:
 
     def restore(self, bring: Bring) -> Tensor:
         """Bring the blob and return the view of it."""
-        bring(self.blob)
-        if self.view.changed:
-            raise modified_in_place(self.view.alias, self.view.version)
-        return self.view.alias.detach()  # a fresh one ([Note: Versions])
+        view, blob = self.view, self.blob
+        bring(blob)
+        if view.changed and blob.stored and not view.spoiled:  # the tier has it as it was saved
+            blob.release()
+            bring(blob)
+        if view.changed:
+            raise modified_in_place(view.alias, view.version)
+        return view.alias.detach()  # a fresh one ([Note: Versions])
 
 
 class Kept:
@@ -216,7 +229,8 @@ class Kept:
     __slots__ = ("alias", "frame", "version")
 
     def __init__(self, tensor: Tensor, frame: Frame | None = None) -> None:
-        self.alias = tensor.detach()
+        # A parameter itself, as autograd would: it has no graph to make a cycle with, and whoever swaps its data wants the old data gone.
+        self.alias = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
         self.version = _torch.version_of(tensor)
         self.frame = frame
 

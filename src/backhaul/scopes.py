@@ -9,8 +9,8 @@ included, which module hooks do not promise; hooks added to a compiled module wo
 place runs through ``_compiled_call_impl``, so there that is replaced and the traced code stays as it was. Below the managed module, the
 blocks (elements of a ModuleList or Sequential) get a wrapper that only says which one is running.
 
-The wrapper reaches its module through a weak reference, so that it adds no cycle: a model dies when its last user lets go.
-``__getstate__``, also set on the instance, hides both from copies and pickles.
+The wrapper reaches its module through a weak reference, so that it adds no cycle: a model dies when its last user lets go. Two more
+functions on the instance, ``__getstate__`` and ``_replicate_for_data_parallel``, hide all of it from copies, pickles and replicas.
 """
 
 import contextlib
@@ -111,8 +111,11 @@ class Wrapper:
         self.name = "forward" if _torch.compiled_call(module) is None else "_compiled_call_impl"
         self.previous: Callable[..., Any] | None = module.__dict__.get(self.name)
         module.__dict__[self.name] = self.call = self._make(module)
-        self.getstate = functools.partial(_state_without_wrappers, self.module)
-        module.__dict__["__getstate__"] = self.getstate
+        self.hiding = {
+            "__getstate__": functools.partial(_state_without_wrappers, self.module),
+            "_replicate_for_data_parallel": functools.partial(_replica_without_wrappers, self.module),
+        }
+        module.__dict__.update(self.hiding)
 
     def _make(self, module: nn.Module) -> Callable[..., Any]:
         reference, kind, previous, fqn, is_root = self.module, type(module), self.previous, self.fqn, self.is_root
@@ -122,6 +125,8 @@ class Wrapper:
             if module is None:
                 raise RuntimeError(f"the module {kind.__name__} of this bound method is gone; while it is managed, keep the module itself")
             forward = previous if previous is not None else functools.partial(kind.forward, module)
+            if args and args[0] is module:  # bound anew by somebody who took this for the class's own function, as accelerate does
+                args = args[1:]
             watcher = self.watcher
             scope = watcher.enter(module, fqn, is_root=is_root) if watcher is not None else None
             return forward(*args, **kwargs) if watcher is None or scope is None else run(watcher, scope, forward, args, kwargs)
@@ -141,8 +146,9 @@ class Wrapper:
         module = self.module()
         if module is None:
             return
-        if module.__dict__.get("__getstate__") is self.getstate:
-            del module.__dict__["__getstate__"]
+        for name, function in self.hiding.items():
+            if module.__dict__.get(name) is function:
+                del module.__dict__[name]
         if module.__dict__.get(self.name) is not self.call:
             return
         if self.previous is None:
@@ -191,8 +197,20 @@ def _state_without_wrappers(reference: "weakref.ref[nn.Module]") -> Any:
     state = own(module) if own is not None else module.__dict__
     if not isinstance(state, dict):
         return state
-    state = dict(state)
-    state.pop("__getstate__", None)
+    return _without_wrappers(state)
+
+
+def _replica_without_wrappers(reference: "weakref.ref[nn.Module]") -> nn.Module:
+    module = reference()
+    assert module is not None
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)
+    replica.__dict__ = _without_wrappers(replica.__dict__)
+    return replica
+
+
+def _without_wrappers(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's attributes as they would be if it were not managed."""
+    state = {name: value for name, value in state.items() if name not in ("__getstate__", "_replicate_for_data_parallel")}
     for name in ("forward", "_compiled_call_impl"):
         wrapper = getattr(state.get(name), "__backhaul__", None)
         if isinstance(wrapper, Wrapper):

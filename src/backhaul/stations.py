@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.storage import UntypedStorage
 
 from backhaul.flow import Flow
+from backhaul.sizes import format_bytes
 from backhaul.tiers.base import Transfer
 from backhaul.tiers.pools import in_current_pool
 from backhaul.timing import Timeline, Waits, clock_of
@@ -42,11 +43,22 @@ class Station:
         self.flow = Flow(activation_budget=activation_budget)
         self.timeline = Timeline(self.clock)
         self._earlier_peak = 0
+        self._budget_is_met = False
 
     @property
     def peak_resident_bytes(self) -> int:
         """The most saved bytes that were on the device."""
         return max(self._earlier_peak, self.flow.peak_resident_bytes)
+
+    def check_budget(self, kept: str) -> None:
+        """Refuse a budget that cannot be met, once, when the first step has shown what has to stay: a later step may just be longer."""
+        budget, fixed = self.activation_budget, self.flow.peak_immovable_bytes
+        if budget and fixed > budget and not self._budget_is_met:
+            raise ValueError(
+                f"activation_budget={format_bytes(budget)} is below the {format_bytes(fixed)} of saved tensors on {self.device} that "
+                f"cannot be moved ({kept}); give that at least, lower min_bytes, or use 0 to move all that can move"
+            )
+        self._budget_is_met = True
 
     def start_anew(self) -> None:
         """Forget what was learned. Nothing that was counted may be alive."""
