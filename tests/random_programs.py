@@ -91,6 +91,15 @@ def small(a: Tensor) -> Tensor:
     return torch.tanh(a) if a.abs().sum() > 1e4 else a
 
 
+def unsafely_chunked(a: Tensor, n: int) -> list[Tensor]:
+    """Write to one of two outputs that share a storage and no version counter, as recurrent cells do."""
+    if a.dim() == 0 or a.shape[0] < 2:
+        return [a]
+    first, *rest = (a * 1).unsafe_chunk(2, dim=0)
+    used = first.sin()
+    return [used, first, *(each.mul_(2) for each in rest)] if n % 2 else [first, *(each.mul_(2) for each in rest)]
+
+
 def chunked(a: Tensor, n: int) -> list[Tensor]:
     return list(a.chunk(2, dim=0)) if a.dim() else [a]
 
@@ -137,6 +146,7 @@ MAKE: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
     "diagonal": lambda a, b, n: a.diagonal() if a.dim() >= 2 else a,
     "unfold": lambda a, b, n: a.reshape(-1).unfold(0, 2, 1) if a.numel() >= 2 else a,
     "chunk": lambda a, b, n: chunked(a, n),
+    "unsafe_chunk": lambda a, b, n: unsafely_chunked(a, n),
     "conj": lambda a, b, n: a.conj(),
     "complex": lambda a, b, n: torch.view_as_complex(torch.stack([real(a).float(), real(a).float()], -1)),
     "imag": lambda a, b, n: a.conj().imag if a.is_complex() else a,

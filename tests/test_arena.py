@@ -96,7 +96,7 @@ def test_a_slab_in_use_is_not_removed():
     assert arena.remove(0, 4096) == Marks()
 
 
-def test_alignment_is_all_the_waste():
+def test_c08_alignment_is_all_the_waste():
     grown = Grown(gap=0)
     wanted = [129 * MIB, 281 * MIB, 448 * MIB + 1, 3, 56 * MIB - 1]
     given_out = sum(grown.take(num_bytes, 1024 * MIB).num_bytes for num_bytes in wanted)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,10 +82,18 @@ def test_the_table_names_what_was_measured(monkeypatch):
     assert "all 3 losses and gradients are identical" in result.stdout
 
 
-def test_a_variant_that_fails_ends_the_demo_with_its_name():
-    result = CliRunner().invoke(app, ["demo", "--device", "no-such-device"])
+def test_a_variant_that_fails_ends_the_demo_with_its_name(monkeypatch):
+    monkeypatch.setattr(demo, "check_device", lambda device: "cpu:no-such-device")
+    monkeypatch.setattr(demo.torch, "device", lambda name: SimpleNamespace(type="cpu"))
+    result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 2
     assert "the plain variant ended with exit status 1" in result.output
+
+
+def test_a_device_that_is_not_there_is_refused_on_the_command_line():
+    result = CliRunner().invoke(app, ["demo", "--device", "no-such-device"])
+    assert result.exit_code == 2
+    assert "cannot be used here" in result.output
 
 
 def test_a_width_that_heads_do_not_divide_is_refused():
@@ -126,3 +135,8 @@ def test_process_memory_sees_a_block_come_and_go():
         time.sleep(0.05)  # many samples
         del block
     assert 0.9 * 64 * 2**20 < memory.peak_bytes - memory.baseline_bytes < 1.5 * 64 * 2**20
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="cannot be used here"):
+        demo.Config.for_device("nonsense")

@@ -428,3 +428,49 @@ def test_a_bound_forward_without_its_module_says_what_is_missing():
     with pytest.raises(RuntimeError, match="keep the module"):
         forward(torch.ones(1, 4))
     handle.remove()
+
+
+def test_c02_adapters_train_beside_frozen_weights_and_a_frozen_embedding():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(8, 8).requires_grad_(False)
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.base(x) + self.up(self.down(x)))
+
+    embedding = nn.Embedding(10, 8).requires_grad_(False)
+    blocks = nn.Sequential(*(Block() for _ in range(3)))
+    ids = torch.randint(0, 10, (2, 5))
+
+    def gradients() -> list[Tensor]:
+        trainable = [parameter for parameter in blocks.parameters() if parameter.requires_grad]
+        return list(torch.autograd.grad(blocks(embedding(ids)).pow(2).sum(), trainable))
+
+    expected = gradients()
+    assert all(gradient.abs().sum() > 0 for gradient in expected)
+    with everything(blocks) as handle:
+        for _ in range(3):
+            assert same(gradients(), expected)
+    assert handle.stats.offloaded_bytes > 0
+
+
+def test_c10_outputs_keep_their_device_dtype_and_structure():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, image: Tensor, *, text: Tensor, mask: Tensor | None = None) -> dict[str, object]:
+            assert mask is None
+            return {"image": self.image(image).relu(), "text": (self.text(text).bfloat16(), None), "note": "kept"}
+
+    block, image, text = Block(), torch.randn(2, 3, 4), torch.randn(2, 2, 4)
+    with everything(block):
+        out = block(image, text=text)
+        assert list(out) == ["image", "text", "note"]
+        assert out["note"] == "kept"
+        assert out["text"][1] is None
+        assert (out["image"].device, out["text"][0].dtype) == (image.device, torch.bfloat16)
+        (out["image"].sum() + out["text"][0].sum()).backward()

@@ -1,5 +1,6 @@
 """Host memory as a tier: what goes in comes out, within its capacity, aligned, and also where nothing can be page-locked."""
 
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -260,3 +261,16 @@ def test_placing_pages_is_a_wish(monkeypatch):
     assert not numa.prefer_node(pages.address + 1, MIB, 0)  # the call does reach the system, which wants whole pages
     monkeypatch.setattr(numa.platform, "machine", lambda: "z80")
     assert not numa.prefer_node(pages.address, MIB, 0)
+
+
+def test_a_forked_child_is_told_that_the_memory_is_not_its_own():
+    tier = PinnedHost()
+    tier.free(tier.store(torch.zeros(8, dtype=torch.uint8)))
+    child = os.fork()
+    if child == 0:
+        try:
+            tier.store(torch.zeros(8, dtype=torch.uint8))
+        except RuntimeError as error:
+            os._exit(0 if "fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

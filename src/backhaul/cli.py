@@ -64,7 +64,10 @@ def demo(
         limit = None if budget is None else parse_bytes(budget, what="--budget")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    config = Config.for_device(device, tier=tier, steps=steps, layers=layers, hidden=hidden, seq=seq, activation_budget=limit)
+    try:
+        config = Config.for_device(device, tier=tier, steps=steps, layers=layers, hidden=hidden, seq=seq, activation_budget=limit)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     with Progress(console=Console(stderr=True), transient=True) as progress:
         tasks = {variant: progress.add_task(f"{variant:<9}", total=config.steps) for variant in ("plain", "offloaded")}
 
@@ -86,7 +89,7 @@ def demo(
 
 def _print(comparison: "Comparison") -> None:
     config, plain, offloaded = comparison.config, comparison.plain, comparison.offloaded
-    whose = "process" if config.device == "cpu" else "device"
+    whose = "process" if config.device.startswith("cpu") else "device"
     console = Console()
     table = Table(title=_title(config), title_justify="left")
     table.add_column()

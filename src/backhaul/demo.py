@@ -60,8 +60,8 @@ class Config:
     @classmethod
     def for_device(cls, device: str | None = None, **sizes: int | str | None) -> "Config":
         """Return sizes that suit a device, by default the best one present; ``sizes`` that are not None win."""
-        device = device or best_device()
-        if device == "cpu":
+        device = check_device(device or best_device())
+        if torch.device(device).type == "cpu":
             defaults = {"tier": "disk", "steps": 4, "layers": 4, "hidden": 256, "seq": 512, "batch": 8}
         else:
             defaults = {"tier": "host", "steps": 8, "layers": 8, "hidden": 2048, "seq": 4096, "batch": 2}
@@ -111,6 +111,16 @@ def best_device() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     # Apple's GPU computes in host memory: moving activations from there to there would free nothing.
     return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
+
+
+def check_device(device: str) -> str:
+    """Return the device, or refuse one that this machine does not have."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={device!r} cannot be used here ({reason}); use {best_device()!r}, or leave it out") from error
+    return device
 
 
 def compare(config: Config, on_step: Callable[[str, float], None] = lambda variant, loss: None) -> Comparison:

@@ -126,7 +126,7 @@ def test_c06_views_and_casts_of_reloaded_tensors_outlive_them() -> None:
         assert all(same(run(seed), expected[seed]) for seed in range(50))
 
 
-def test_the_device_holds_less() -> None:
+def test_c26_the_device_holds_less() -> None:
     model = Chain(depth=12)
     x = leaf(32)
     gradients(model, x)
@@ -314,7 +314,7 @@ def test_c38_reloaded_tensors_are_aligned() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_graph_capture_is_refused() -> None:
+def test_c27_graph_capture_is_refused() -> None:
     model = nn.Linear(8, 8, device="cuda")
     x = torch.ones(4, 8, device="cuda")
     with managed(model):

@@ -58,7 +58,7 @@ def test_memory_is_locked_at_12_gib_a_second_or_more(tier, device):
     assert max(rates) >= 12
 
 
-def test_locked_memory_is_exact_and_goes_back(tier, device):
+def test_c08_locked_memory_is_exact_and_goes_back(tier, device):
     before = tier.locked_bytes
     slots = [tier.store(pattern(129 * MIB, device)) for _ in range(15)]
     assert tier.locked_bytes - before <= 1.02 * tier.used_bytes + GIB
@@ -79,7 +79,7 @@ def test_a_tensor_across_two_slabs_comes_back_whole(tier, device):
         tier.free(slot)
 
 
-def test_changing_sizes_lock_nothing_after_a_while(tier, device, monkeypatch):
+def test_c12_changing_sizes_lock_nothing_after_a_while(tier, device, monkeypatch):
     registered = []
     real = slabs.register
 
@@ -151,7 +151,7 @@ def test_slots_are_aligned_and_dtypes_survive(dtype, tier, device):
         assert target.view(torch.uint8).equal(raw)
 
 
-def test_pages_lie_next_to_the_device(tier, device):
+def test_c28_pages_lie_next_to_the_device(tier, device):
     node = numa.node_of(device)
     maps = Path("/proc/self/numa_maps")
     if node is None or not maps.exists():

@@ -96,6 +96,7 @@ class PinnedHost(Tier):
     def __init__(self, capacity: int | str | None = None) -> None:
         self._capacity = None if capacity is None else parse_bytes(capacity, what="capacity")
         self._room: int | None = None  # what the host could spare when it was last asked, over and above what the arenas held
+        self._pid = os.getpid()
         self._used_bytes = 0
         self._peak_bytes = 0
         self._pageable_bytes = 0
@@ -125,6 +126,7 @@ class PinnedHost(Tier):
     def load(self, slot: Slot, target: Tensor) -> HostTransfer:
         """Start copying the slot's bytes into ``target``, which is on the device they came from."""
         assert isinstance(slot, HostSlot)
+        self._check_process()
         lanes = slot._region.lanes
         if lanes is None:
             target.copy_(slot.host)
@@ -195,7 +197,15 @@ class PinnedHost(Tier):
         if not _open_tiers:
             release_host_memory()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"host tier: it belongs to process {self._pid}, and this is a fork of it, without its memory; "
+                "remove the handle in the child, or manage the model anew"
+            )
+
     def _take(self, memory: "_Memory", num_bytes: int) -> HostSlot:
+        self._check_process()
         with _lock:
             _take_back_freed()
             if self._capacity is not None and self._used_bytes + num_bytes > self._capacity:
