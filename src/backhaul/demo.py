@@ -64,7 +64,7 @@ class Config:
         if torch.device(device).type == "cpu":
             defaults = {"tier": "disk", "steps": 4, "layers": 4, "hidden": 256, "seq": 512, "batch": 8}
         else:
-            defaults = {"tier": "host", "steps": 8, "layers": 8, "hidden": 2048, "seq": 4096, "batch": 2}
+            defaults = {"tier": "host", "steps": 4, "layers": 8, "hidden": 1024, "seq": 4096, "batch": 2}
         return cls(device=device, **(defaults | {name: value for name, value in sizes.items() if value is not None}))  # type: ignore[arg-type]
 
 
