@@ -223,3 +223,10 @@ def test_c14_each_tier_by_name_really_moves_bytes_there(tier):
         assert (stats.host_bytes > 0) == (tier == "host")
         loss.backward()
         assert handle.stats.disk_bytes == handle.stats.host_bytes == 0
+
+
+def test_a_part_of_a_module_that_another_handle_manages_is_refused_when_it_runs():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))))
+    with everything(model), everything(model[0][1][1]), pytest.raises(ValueError, match="another handle manages already"):
+        model(torch.ones(2, 4, requires_grad=True))
+    model(torch.ones(2, 4)).sum().backward()

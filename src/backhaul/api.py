@@ -13,7 +13,7 @@ from torch import nn
 from backhaul import _torch
 from backhaul.engine import Engine
 from backhaul.reporting import Report, Stats
-from backhaul.scopes import Wrapper, blocks_of, clean_fqn, wrapper_of
+from backhaul.scopes import Wrapper, blocks_of, clean_fqn, paused, region, wrapper_of
 from backhaul.sizes import parse_bytes
 from backhaul.tiers.base import Tier
 
@@ -87,14 +87,14 @@ class Handle:
         >>> loss.backward()
         >>> handle.remove()
         """
-        return self._engine.region()
+        return contextlib.nullcontext() if self._engine.closed else region(self._engine)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Step aside on this thread: the hooks are off until the context ends, also for managed modules called inside.
 
         ``torch.func`` needs it.
         """
-        return self._engine.paused()
+        return paused(self._engine)
 
     def remove(self) -> None:
         """Leave the modules exactly as they were. What is saved already still comes back. Calling it again does nothing."""

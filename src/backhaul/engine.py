@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from backhaul.kinds import cast_parameter, is_parameter, parameter_versions, siz
 from backhaul.registry import Record, Registry, Steady
 from backhaul.reporting import Tally
 from backhaul.saved import Blob, Kept, Layout, Parts, Promise, Recast, Saved, View
-from backhaul.scopes import Frame, Here, Scope, Storages, plain_tensors
+from backhaul.scopes import Frame, Here, Scope, Storages, hooks_owner, plain_tensors
 from backhaul.sizes import format_bytes
 from backhaul.stations import Station, on_stream
 from backhaul.tiers.base import Tier, TierFull
@@ -95,6 +95,9 @@ class Engine:
                 f"{name!r} is being captured into a CUDA graph, whose replay would read tensors that have moved. "
                 "Capture within handle.paused(), or remove the handle first"
             )
+        other = hooks_owner()
+        if module is not None and isinstance(other, Engine) and any(module in set(root.modules()) for root in other._alive()):
+            raise ValueError(f"{name!r} is part of a module that another handle manages already; leave one of them out")
         refused = _torch.saved_tensors_hooks_refused()
         if refused is not None:
             where = "a torch.func transform, which allows no saved-tensor hooks" if _torch.inside_functional_transform() else refused
@@ -138,39 +141,6 @@ class Engine:
         if topic not in self._warned:
             self._warned.add(topic)
             warnings.warn(message, stacklevel=2)
-
-    @contextlib.contextmanager
-    def region(self) -> Iterator[None]:
-        """Make a frame of code outside the managed modules."""
-        here = self.here
-        inactive = self.closed or here.paused or here.scope is not None or not torch.is_grad_enabled() or _torch.inside_backward()
-        scope = None if inactive else self.begin_frame("region", None)
-        if scope is None:
-            yield
-            return
-        try:
-            here.scope = scope
-            _torch.push_saved_tensors_hooks(self.pack, self.unpack)
-            yield
-        finally:
-            here.scope = None
-            _torch.pop_saved_tensors_hooks()
-        self.passed()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Take our hooks off this thread for a while, if they are the innermost, and run managed modules untouched."""
-        innermost = _torch.top_saved_tensors_hooks()
-        ours = innermost if innermost is not None and getattr(innermost[0], "__self__", None) is self else None
-        self.here.paused += 1
-        if ours is not None:
-            _torch.pop_saved_tensors_hooks()
-        try:
-            yield
-        finally:
-            if ours is not None:
-                _torch.push_saved_tensors_hooks(*ours)
-            self.here.paused -= 1
 
     # The hooks
 

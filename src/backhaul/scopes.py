@@ -95,6 +95,10 @@ class Watcher(Protocol):
         """Return the scope of a module that is about to run, or ``None`` where it is to run untouched."""
         ...
 
+    def begin_frame(self, fqn: str, module: nn.Module | None) -> "Scope | None":
+        """Open a frame, where that is possible."""
+        ...
+
     def passed(self) -> None:
         """Note that a frame's forward has ended well."""
         ...
@@ -179,6 +183,46 @@ def run(watcher: Watcher, scope: Scope, forward: Callable[..., Any], args: Any, 
         pop_saved_tensors_hooks()
     watcher.passed()
     return result
+
+
+@contextlib.contextmanager
+def region(watcher: Watcher) -> Iterator[None]:
+    """Make a frame of code outside the managed modules."""
+    here = watcher.here
+    inactive = here.paused or here.scope is not None or not torch.is_grad_enabled() or _torch.inside_backward()
+    scope = None if inactive else watcher.begin_frame("region", None)
+    if scope is None:
+        yield
+        return
+    try:
+        here.scope = scope
+        push_saved_tensors_hooks(watcher.pack, watcher.unpack)
+        yield
+    finally:
+        here.scope = None
+        pop_saved_tensors_hooks()
+    watcher.passed()
+
+
+@contextlib.contextmanager
+def paused(watcher: Watcher) -> Iterator[None]:
+    """Take the watcher's hooks off this thread for a while, if they are the innermost, and run managed modules untouched."""
+    innermost = _torch.top_saved_tensors_hooks() if hooks_owner() is watcher else None
+    watcher.here.paused += 1
+    if innermost is not None:
+        pop_saved_tensors_hooks()
+    try:
+        yield
+    finally:
+        if innermost is not None:
+            push_saved_tensors_hooks(*innermost)
+        watcher.here.paused -= 1
+
+
+def hooks_owner() -> Any:
+    """Return the object whose method is the innermost pack hook of this thread."""
+    innermost = _torch.top_saved_tensors_hooks()
+    return None if innermost is None else getattr(innermost[0], "__self__", None)
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
