@@ -10,35 +10,7 @@ from torch import Tensor, nn
 
 from backhaul.testing import RecordingTier
 from tests.conftest import everything, same
-
-
-class Net(nn.Module):
-    """At module level, so that it can be pickled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
-        self.head = nn.Linear(16, 16)
-        self.register_buffer("scale", torch.ones(16))
-
-    def forward(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
-        """Run it."""
-        for block in self.blocks:
-            x = block(x) + shift
-        return self.head(x * self.scale).tanh()
-
-
-def build() -> Net:
-    torch.manual_seed(0)
-    return Net()
-
-
-X = torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
-
-
-def step(model: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(model(X).square().sum(), list(model.parameters())))
-
+from tests.models import Net, X, build, step
 
 EXPECTED = step(build())
 

@@ -6,25 +6,12 @@ import sys
 import threading
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import backhaul as bh
 from backhaul.testing import RecordingTier
 from tests.conftest import everything, same
-
-
-def mlp(width: int = 16, depth: int = 3) -> nn.Sequential:
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.Tanh())]
-    return nn.Sequential(*layers)
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
-def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
-    return [gradient.clone() for gradient in torch.autograd.grad(module(x).square().sum(), [*module.parameters(), x])]
+from tests.models import gradients, leaf, mlp
 
 
 def resident_bytes(handle: bh.Handle) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import backhaul as bh
 from backhaul.testing import RecordingTier
 from tests.conftest import Code, everything, same
+from tests.models import gradients, leaf, mlp
 
 KIB = 1 << 10
 
@@ -24,19 +25,6 @@ def _no_gc() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def mlp(width: int = 16, depth: int = 3) -> nn.Sequential:
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.Tanh())]
-    return nn.Sequential(*layers)
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
-def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
-    return [gradient.clone() for gradient in torch.autograd.grad(module(x).square().sum(), [*module.parameters(), x])]
 
 
 def resident_bytes(handle: bh.Handle) -> int:

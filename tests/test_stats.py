@@ -5,37 +5,12 @@ import json
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from backhaul.reporting import Stats
 from backhaul.testing import RecordingTier
 from tests.conftest import Code, everything
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
-        self.head = nn.Linear(16, 16)
-        self.register_buffer("scale", torch.ones(16))
-
-    def forward(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
-        """Run it."""
-        for block in self.blocks:
-            x = block(x) + shift
-        return self.head(x * self.scale).tanh()
-
-
-def build() -> Net:
-    torch.manual_seed(0)
-    return Net()
-
-
-X = torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
-
-
-def step(model: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(model(X).square().sum(), list(model.parameters())))
+from tests.models import X, build, step
 
 
 def test_saved_bytes_are_kept_or_offloaded_and_the_reasons_add_up():
