@@ -6,6 +6,7 @@ Does not cover: time.
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -74,6 +75,7 @@ class SimulatedDevice:
         monkeypatch.setattr(lanes, "_current_stream", lambda device: self.compute)
         monkeypatch.setattr(lanes, "_copy_chunk", self.copy_chunk)
         monkeypatch.setattr(lanes, "_set_stream", lambda stream: None)
+        monkeypatch.setattr(lanes, "_device_of", lambda stream: nullcontext())
         monkeypatch.setattr(lanes, "_lanes", {})
         monkeypatch.setattr(lanes, "CHUNK_BYTES", 64)
         monkeypatch.setattr(host, "has_streams", lambda device: True)

@@ -21,6 +21,7 @@ Nothing waits on the host. Each edge is one function below, and a test takes eac
 
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +98,7 @@ class Lane:
         # Read before a copy stream becomes the current one.
         caller = _current_stream(self._device)
         produced = caller.record_event()
-        with self._lock:
+        with self._lock, _device_of(caller):
             self.last_number += 1
             transfer = LaneTransfer(self.last_number, target, source, self._device)
             stream = self._next_stream()
@@ -231,7 +232,12 @@ def _copy_chunk(stream: torch.Stream, target: Tensor, source: Tensor) -> None:
 
 
 def _set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
+    torch.accelerator.set_stream(stream)  # which makes its device the current one, too
+
+
+def _device_of(stream: torch.Stream) -> AbstractContextManager[object]:
+    """Return a context after which the current device is what it was."""
+    return torch.accelerator.device_index(stream.device.index)
 
 
 def _new_stream(device: torch.device) -> torch.Stream:
