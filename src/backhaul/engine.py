@@ -147,7 +147,7 @@ class Engine:
     def pack(self, tensor: Tensor) -> Promise:
         """Return the promise that autograd holds instead of ``tensor``."""
         with self.lock, self._steady:
-            self.registry.drain()
+            self._begin()
             return self._promise(tensor)
 
     def unpack(self, promise: Promise) -> Tensor:
@@ -155,7 +155,7 @@ class Engine:
         if type(promise) is Kept:
             return promise.restore(self._bring)
         with self.lock, self._steady:
-            self.registry.drain()
+            self._begin()
             return promise.restore(self._bring)
 
     def _promise(self, tensor: Tensor) -> Promise:
@@ -433,11 +433,18 @@ class Engine:
                 station.start_anew()
             self._steady.shaken = False
 
+    def _begin(self) -> None:
+        """Do what is to be done first whenever autograd calls."""
+        self.registry.drain()
+        for station in self.stations.values():
+            if station.dropped or station.limbo:
+                station.let_go()
+
     def _blob_is_gone(self, record: Record, storage: UntypedStorage | None) -> None:
         if record.slot is not None:
             self.tier.free(record.slot)
         if storage is not None:
-            record.station.hold(storage)
+            record.station.dropped.append(storage)
         if not self._steady.shaken:
             record.station.flow.dropped(record.num)
 

@@ -5,8 +5,10 @@ Does not cover: what is decided (flow.py), or what is copied (engine.py).
 
 [Note: Whose memory]
 Memory goes back to the pool of the stream it was allocated on, and that stream may use it again at once. With one compute stream it is
-enough that this stream waits for the copy before the memory is dropped. Where another pool owns it, or more compute streams than one have
-been seen, waiting on the current stream binds nobody else: then memory is held until the device has passed the point.
+enough that this stream waits for the copy before the memory is dropped: what reads it was issued there, or will be before anybody gets it.
+Where another pool owns the memory, or more compute streams than one have been seen, waiting on the current stream binds nobody else. Then
+it is held until all compute streams have passed what they had been given by the next time we are called: an operation saves its inputs
+before it launches the kernel that reads them.
 """
 
 from collections import deque
@@ -39,7 +41,8 @@ class Station:
         self.waits = Waits(self.clock)
         self.rates = (1.0, 1.0)  # of the tier, as flow.py was last told; in GB/s
         self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id
-        self.limbo: deque[tuple[list[Any], UntypedStorage]] = deque()  # buffers, and the points after which nobody reads them
+        self.dropped: list[UntypedStorage] = []  # held until the next call, and then
+        self.limbo: deque[tuple[list[Any], list[UntypedStorage]]] = deque()  # until the streams have passed these points
         self.flow = Flow(activation_budget=activation_budget)
         self.timeline = Timeline(self.clock)
         self._earlier_peak = 0
@@ -76,12 +79,17 @@ class Station:
     def wait_to_drop(self, copy: Transfer, source: Tensor) -> None:
         """Order what follows after ``copy``, so that ``source`` may be dropped ([Note: Whose memory])."""
         self.current_stream()
-        bound = len(self.streams) <= 1 and (self.device.type != "cuda" or in_current_pool(source))
-        self.waits.measure(copy, copy.wait if bound else copy.order)
+        if len(self.streams) <= 1 and (self.device.type != "cuda" or in_current_pool(source)):
+            self.waits.measure(copy, copy.wait)
+        else:
+            self.waits.measure(copy, copy.order)
+            self.dropped.append(source.untyped_storage())
 
-    def hold(self, buffer: UntypedStorage) -> None:
-        """Keep a buffer until every compute stream has passed what it holds now ([Note: Whose memory])."""
-        self.limbo.append(([stream.record_event() for stream in self.streams.values()], buffer))
+    def let_go(self) -> None:
+        """Let go of dropped memory that nobody can be reading any more. Call before anything else is done."""
+        if self.dropped:
+            self.limbo.append(([stream.record_event() for stream in self.streams.values()], self.dropped))
+            self.dropped = []
         while self.limbo and all(event.query() for event in self.limbo[0][0]):
             self.limbo.popleft()
 

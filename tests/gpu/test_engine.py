@@ -186,6 +186,33 @@ def test_without_looking_at_the_pool_values_are_wrong(monkeypatch: pytest.Monkey
         assert not all(same(gradients(model, leaf()), expected) for _ in range(3))
 
 
+def test_a_kernel_that_still_reads_memory_of_another_pool_reads_it_whole() -> None:
+    """Its input is copied out and dropped long before a large product has read all of it."""
+    communication = torch.cuda.Stream()
+    weight = torch.randn(2048, 32768, device="cuda")
+
+    def body(x: Tensor) -> Tensor:
+        with torch.cuda.stream(communication):
+            received = torch.empty(2048, 2048, device="cuda")
+        communication.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(communication):
+            received.copy_(x.detach().view(2048, 2048))
+        torch.cuda.current_stream().wait_stream(communication)
+        product = (x.view(2048, 2048) * received) @ weight
+        scaled = received * x.view(2048, 2048)
+        y = product.sum() + ((received @ weight) * scaled.sum()).sum()
+        del received
+        with torch.cuda.stream(communication):
+            torch.full((2048, 2048), 1e9, device="cuda")
+        return y
+
+    model = Code(body)
+    expected = gradients(model, leaf())
+    with managed(model):
+        for _ in range(4):
+            assert same(gradients(model, leaf()), expected)
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_two_compute_streams_share_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     side = torch.cuda.Stream()

@@ -1,0 +1,72 @@
+"""When memory may be dropped where more than one stream computes ([Note: Whose memory] in stations.py)."""
+
+import weakref
+
+import torch
+
+from backhaul.stations import Station
+from backhaul.tiers.base import Transfer
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.events: list[FakeEvent] = []
+
+    def record_event(self) -> FakeEvent:
+        self.events.append(FakeEvent())
+        return self.events[-1]
+
+
+class FakeCopy(Transfer):
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def wait(self) -> None:
+        self.asked.append("wait")
+
+    def order(self) -> None:
+        self.asked.append("order")
+
+    def done(self) -> bool:
+        return False
+
+
+def station_with(num_streams: int) -> tuple[Station, list[FakeStream]]:
+    station = Station(torch.device("cpu"), None)
+    streams = [FakeStream() for _ in range(num_streams)]
+    station.streams = dict(enumerate(streams))  # type: ignore[arg-type]
+    return station, streams
+
+
+def test_with_one_stream_it_is_enough_to_wait():
+    station, _ = station_with(1)
+    copy = FakeCopy()
+    station.wait_to_drop(copy, torch.zeros(4, dtype=torch.uint8))
+    assert copy.asked == ["wait"]
+    assert not station.dropped
+
+
+def test_with_two_streams_memory_is_held_until_both_have_passed_what_came_before_the_next_call():
+    station, (first, second) = station_with(2)
+    copy, source = FakeCopy(), torch.zeros(4, dtype=torch.uint8)
+    storage = weakref.ref(source.untyped_storage())
+    station.wait_to_drop(copy, source)
+    del source
+    assert copy.asked == ["order"]
+    assert not first.events  # the kernel that reads it is not launched yet: this is still the pack of its operation
+    station.let_go()
+    assert (len(first.events), len(second.events)) == (1, 1)
+    first.events[0].passed = True
+    station.let_go()
+    assert storage() is not None
+    second.events[0].passed = True
+    station.let_go()
+    assert storage() is None
