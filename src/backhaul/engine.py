@@ -428,6 +428,8 @@ class Engine:
         registry = self.registry
         with self._steady:
             registry.sweep()
+            for station in self.stations.values():
+                station.let_go()
         if self._steady.shaken and not registry.records and not registry.frames:
             for station in self.stations.values():
                 station.start_anew()
