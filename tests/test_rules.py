@@ -1,4 +1,4 @@
-"""The tests of the nine rules of docs/design.md can fail: each rule is taken out of the code, and a check of it no longer holds.
+"""The tests of the nine rules of docs/rules.md can fail: each rule is taken out of the code, and a check of it no longer holds.
 
 The checks are small ones of the kind that the file of each concern has many of. On a device the edges of rules 5 and 8 are taken out
 again, in tests/gpu.
