@@ -79,7 +79,7 @@ class Station:
     def wait_to_drop(self, copy: Transfer, source: Tensor) -> None:
         """Order what follows after ``copy``, so that ``source`` may be dropped ([Note: Whose memory])."""
         self.current_stream()
-        if len(self.streams) <= 1 and (self.device.type != "cuda" or in_current_pool(source)):
+        if len(self.streams) <= 1 and (self.device.type == "cpu" or in_current_pool(source)):
             self.waits.measure(copy, copy.wait)
         else:
             self.waits.measure(copy, copy.order)

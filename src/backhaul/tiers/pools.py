@@ -93,8 +93,9 @@ def pool_stream(tensor: Tensor) -> int | None:
 
 
 def in_current_pool(tensor: Tensor) -> bool:
-    """Say whether the tensor's memory is known to go back to the pool of the current stream."""
-    return pool_stream(tensor) == torch.cuda.current_stream(tensor.device).cuda_stream
+    """Say whether the tensor's memory is known to go back to the pool of the current stream. On accelerators other than CUDA it is not."""
+    pool = pool_stream(tensor)
+    return pool is not None and pool == torch.cuda.current_stream(tensor.device).cuda_stream
 
 
 def _cuda_map(device: torch.device) -> PoolMap:
