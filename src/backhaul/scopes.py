@@ -54,7 +54,8 @@ class Frame:
         self.seen: set[int] = set()  # storages counted in this frame that are no blobs of it: parameters, blobs of earlier frames
 
     def __del__(self) -> None:
-        self.grave.append(self.num)
+        if hasattr(self, "grave"):  # no interrupt has come before anything was
+            self.grave.append(self.num)
 
 
 class Scope:
