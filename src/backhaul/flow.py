@@ -132,11 +132,6 @@ class Flow:
         return len(self._step.events)
 
     @property
-    def last_events(self) -> Sequence[int]:
-        """Events of the last step, if it was learned: a movable blob saved (its number in the step) or needed (``~number``)."""
-        return self._last.step.events if self._last is not None else ()
-
-    @property
     def predicted_stall_ms(self) -> float | None:
         """What the latest schedule expects compute to wait in a step, or ``None`` while there is no schedule."""
         schedule = self._known[0].schedule if self._known else None
