@@ -37,6 +37,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="the accelerator, or else the CPU, if not given")
     parser.add_argument("--tokens", type=int, help="tokens a microbatch")
     parser.add_argument("--microbatches", type=int, help="microbatches a step (W1, W1s, W1v)")
+    parser.add_argument(
+        "--pipelined", nargs="?", const="", metavar="SCHEDULE", help="as torch.distributed.pipelining drives it (W1, W1s, W1v)"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels, so that plain equals itself")
@@ -90,6 +93,7 @@ def run_variant(name: str, options: argparse.Namespace, outcome: Outcome) -> "Ro
     import torch
 
     from benchmarks import measure, timeline, variants
+    from benchmarks.pipelined import Pipelined
     from benchmarks.workloads import build
 
     measure.clean_up()
@@ -99,6 +103,8 @@ def run_variant(name: str, options: argparse.Namespace, outcome: Outcome) -> "Ro
     sizes = {"size": options.size, "tokens": options.tokens, "microbatches": options.microbatches}
     with contextlib.ExitStack() as cleared:
         workload = build(options.workload, device=device, group=variant.group, **sizes)
+        if options.pipelined is not None:
+            workload = Pipelined(workload, options.pipelined)
         cleared.callback(workload.close)
         variant.attach(workload)
         cleared.callback(variant.detach)

@@ -6,7 +6,7 @@ Does not cover: time.
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -69,21 +69,24 @@ class SimulatedDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
         self._rng = random.Random(seed)
         self.streams: list[SimulatedStream] = []
-        self.compute = self._new_stream()
-        monkeypatch.setattr(lanes, "_new_stream", lambda device: self._new_stream())
-        monkeypatch.setattr(lanes, "_new_event", lambda device: SimulatedEvent(self))
-        monkeypatch.setattr(lanes, "_current_stream", lambda device: self.compute)
-        monkeypatch.setattr(lanes, "_copy_chunk", self.copy_chunk)
-        monkeypatch.setattr(lanes, "_set_stream", lambda stream: None)
-        monkeypatch.setattr(lanes, "_device_of", lambda stream: nullcontext())
+        self.compute = self.new_stream()
+        monkeypatch.setattr(lanes, "streams_of", lambda device: self)
         monkeypatch.setattr(lanes, "_lanes", {})
         monkeypatch.setattr(lanes, "CHUNK_BYTES", 64)
         monkeypatch.setattr(host, "has_streams", lambda device: True)
         monkeypatch.setattr(host, "_memories", {})
 
-    @staticmethod
-    def copy_chunk(stream: SimulatedStream, target: Tensor, source: Tensor) -> None:
-        stream.do(lambda: target.copy_(source))
+    def new_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def current(self) -> SimulatedStream:
+        return self.compute
+
+    def copying(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copy(self, stream: SimulatedStream, target: Tensor, source: Tensor, start: int, stop: int) -> None:
+        stream.do(lambda: target[start:stop].copy_(source[start:stop]))
 
     @property
     def lanes(self) -> lanes.Lanes:
@@ -98,7 +101,7 @@ class SimulatedDevice:
                 return
             self._rng.choice(ready).queue.pop(0)[1]()
 
-    def _new_stream(self) -> SimulatedStream:
+    def new_stream(self) -> SimulatedStream:
         stream = SimulatedStream(self)
         self.streams.append(stream)
         return stream

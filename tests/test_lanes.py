@@ -44,7 +44,7 @@ def train_and_count_wrong_bytes(monkeypatch: pytest.MonkeyPatch, seed: int) -> i
                     unused = tier.store(torch.full((size,), value, dtype=torch.uint8))  # a branch that backward never needs
                     tier.load(unused, torch.zeros(size, dtype=torch.uint8))
                     tier.free(unused)
-                    device.compute = device._new_stream()  # the next producer does not come after it
+                    device.compute = device.new_stream()  # the next producer does not come after it
         device.run()
         assert tier.used_bytes == 0
         assert len(wrong) == 24
@@ -142,7 +142,7 @@ def test_a_lane_keeps_both_ends_until_the_copy_has_ended(monkeypatch):
 
 def test_who_waits_for_a_copy_may_reuse_its_memory_at_once(monkeypatch):
     device = SimulatedDevice(monkeypatch)
-    monkeypatch.setattr(lanes, "_copy_chunk", lambda stream, target, source: None)
+    monkeypatch.setattr(device, "copy", lambda stream, target, source, start, stop: None)
     source, target = torch.ones(128, dtype=torch.uint8), torch.zeros(128, dtype=torch.uint8)
     ends = weakref.ref(source), weakref.ref(target)
     transfer = device.lanes.d2h.copy(target, source)
@@ -155,7 +155,7 @@ def test_who_waits_for_a_copy_may_reuse_its_memory_at_once(monkeypatch):
 def test_each_chunk_takes_the_other_stream(monkeypatch):
     device = SimulatedDevice(monkeypatch)
     used = []
-    monkeypatch.setattr(lanes, "_copy_chunk", lambda stream, target, source: used.append((stream, source.numel())))
+    monkeypatch.setattr(device, "copy", lambda stream, target, source, start, stop: used.append((stream, stop - start)))
     target = torch.zeros(4096, dtype=torch.uint8)
     start = -target.data_ptr() % 64
     device.lanes.h2d.copy(target[start : start + 200], torch.zeros(200, dtype=torch.uint8))
@@ -170,7 +170,7 @@ def test_chunks_end_where_host_addresses_are_round(monkeypatch):
     host = torch.zeros(4096, dtype=torch.uint8)
     start = -host.data_ptr() % 64 + 40
     chunks = list(lanes._chunks(host[start : start + 100], torch.zeros(100, dtype=torch.uint8)))
-    assert [target.numel() for target, _ in chunks] == [24, 64, 12]
+    assert chunks == [(0, 24), (24, 88), (88, 100)]
 
 
 def test_a_lane_outlives_a_copy_that_failed_midway(monkeypatch):
@@ -179,14 +179,16 @@ def test_a_lane_outlives_a_copy_that_failed_midway(monkeypatch):
     good = torch.full((200,), 7, dtype=torch.uint8)
     copied = []
 
-    def fail_at_the_second(stream, target, source):
-        copied.append(source)
+    copy = device.copy
+
+    def fail_at_the_second(stream, target, source, start, stop):
+        copied.append(start)
         if len(copied) == 2:
             raise RuntimeError("device says no")
-        device.copy_chunk(stream, target, source)
+        copy(stream, target, source, start, stop)
 
     with monkeypatch.context() as patches:
-        patches.setattr(lanes, "_copy_chunk", fail_at_the_second)
+        patches.setattr(device, "copy", fail_at_the_second)
         with pytest.raises(RuntimeError, match="device says no"):
             tier.store(torch.full((200,), 6, dtype=torch.uint8))
     assert tier.used_bytes == 0

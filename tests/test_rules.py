@@ -341,12 +341,13 @@ def check_the_copy_engine_looks_up_after_every_chunk() -> None:
     with pytest.MonkeyPatch.context() as patches:
         device = SimulatedDevice(patches)
         queued: list[SimulatedStream] = []
+        copy = device.copy
 
-        def copy_chunk(stream: SimulatedStream, target: Tensor, source: Tensor) -> None:
+        def watched(stream: SimulatedStream, target: Tensor, source: Tensor, start: int, stop: int) -> None:
             queued.append(stream)
-            device.copy_chunk(stream, target, source)
+            copy(stream, target, source, start, stop)
 
-        patches.setattr(lanes, "_copy_chunk", copy_chunk)
+        patches.setattr(device, "copy", watched)
         for _ in range(3):
             device.lanes.d2h.copy(torch.empty(1000, dtype=torch.uint8), torch.empty(1000, dtype=torch.uint8))
         device.run()

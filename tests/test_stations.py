@@ -54,6 +54,19 @@ def test_with_one_stream_it_is_enough_to_wait():
     assert not station.dropped
 
 
+def test_with_two_streams_memory_is_held_while_anybody_else_may_give_it_to_a_kernel():
+    station, (first, _) = station_with(2)
+    source = torch.zeros(4, dtype=torch.uint8)
+    station.wait_to_drop(FakeCopy(), source)
+    station.let_go()
+    assert not first.events
+    assert station.holds(source.untyped_storage())
+    del source
+    station.let_go()
+    assert len(first.events) == 1
+    assert not station.dropped
+
+
 def test_with_two_streams_memory_is_held_until_both_have_passed_what_came_before_the_next_call():
     station, (first, second) = station_with(2)
     copy, source = FakeCopy(), torch.zeros(4, dtype=torch.uint8)

@@ -42,11 +42,14 @@ class GroupFactory(Protocol):
         """Make the group that ``tensor`` enters."""
 
 
+Kind = Literal["forward", "backward", "input", "weight"]  # the last two are the halves of a backward that is split
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """One entry of a schedule: one chunk of the model, forward or backward, for one microbatch."""
 
-    kind: Literal["forward", "backward"]
+    kind: Kind
     microbatch: int
     chunk: int = 0
 
@@ -101,6 +104,10 @@ class Workload(abc.ABC):
     def output_grad(self, slot: Slot) -> Tensor | None:
         """Return the gradient of what ``forward`` returned; ``None`` for a loss."""
 
+    def backward(self, slot: Slot, output: Tensor | None) -> None:
+        """Run one chunk's backward. ``output`` is what ``forward`` returned, ``None`` for a second half."""
+        torch.autograd.backward(output, self.output_grad(slot))
+
     def close(self) -> None:  # most workloads hold nothing beyond their tensors
         """Give back what outlives the tensors."""
 
@@ -126,7 +133,7 @@ def run_step(workload: Workload, around: Around, *, before: Callable[[Slot], Non
             with around.microbatch(slot.chunk):
                 alive[key] = workload.forward(slot)
         else:
-            torch.autograd.backward(alive.pop(key), workload.output_grad(slot))
+            workload.backward(slot, alive.pop(key, None))
 
 
 def seeded_normal(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -5,11 +5,14 @@ Does not cover: decisions; these are one-line answers.
 """
 
 import functools
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor as _FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable
 
 Hook = Callable[[Any], Any]
@@ -110,6 +113,16 @@ def forward_ad_is_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def num_owners(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects have the storage, the latter counted as one. Public replacement: none."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def current_cuda_stream(device_index: int) -> int:
+    """Return the handle of this thread's current stream. Why: ``torch.cuda.current_stream().cuda_stream``, the public way, takes 4 us."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
 def next_node_number() -> int:
     """Return the number of this thread's next autograd node. Why: to tell what was made in a forward pass. Public replacement: none."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -121,15 +134,37 @@ def node_number(node: torch.autograd.graph.Node) -> int:
 
 
 @functools.cache
-def keep_out_of_traces(package: str) -> None:
-    """Have Dynamo run a package's frames as they are, and compile what they call as frames of its own.
+def keep_out_of_traces(package: str, *, but: str) -> None:
+    """Have Dynamo run the frames of a package's modules as they are, and compile what they call as frames of its own.
 
     Why: a managed module that is compiled afterwards is traced through the wrapper. ``torch.compiler.disable(recursive=False)`` covers one
     function, not what it calls; without ``recursive`` it covers the module's own code too. Public replacement: a public skip list.
     """
     from torch._dynamo import trace_rules
 
-    trace_rules.add(package)
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if module.name != but:
+            trace_rules.add(module.name)
+
+
+def skip_as_outermost(function: Callable[..., Any]) -> None:
+    """Have Dynamo run a function as it is where it is called from plain code, and trace it where it is called from traced code.
+
+    Why: a wrapper that steps aside while a larger module is compiled must not be compiled itself. Public replacement: none.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def untraced(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a bound method that Dynamo runs as it is, with all that it calls; it tells whose it is, as the method does.
+
+    Public replacement: ``torch.compiler.disable``, which does all but the latter.
+    """
+    function: Any = torch.compiler.disable(method)
+    function.__self__ = method.__self__  # type: ignore[attr-defined]
+    return function  # type: ignore[no-any-return]
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
@@ -154,3 +189,121 @@ def empty_host_cache() -> None:
     """Give cached pinned memory back to the system. Public replacement: ``torch.accelerator.empty_host_cache``, where torch has it."""
     empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
     empty()
+
+
+def flatten_tree(value: Any, *, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Any]:
+    """Return what a nested structure holds, and how it nests.
+
+    Why: modules take and return lists, dicts, named tuples, and what libraries have registered (``ModelOutput``). Public replacement:
+    ``torch.utils.pytree``, once it is documented.
+    """
+    from torch.utils import _pytree
+
+    leaves, structure = _pytree.tree_flatten(value, is_leaf=is_leaf)
+    return leaves, structure
+
+
+def unflatten_tree(leaves: list[Any], structure: Any) -> Any:
+    """Nest ``leaves`` again. Public replacement: as for ``flatten_tree``."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Say whether the tensor stands for one in a compiler's trace. Why: what a trace saves is not saved again. Public replacement: none."""
+    return isinstance(tensor, _FakeTensor)
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Return the settings of this process by which torch chooses among kernels that differ in rounding.
+
+    Why: a module that is run again must meet the same. Public replacement: the properties of ``torch.backends``, at ten times the cost;
+    ``float32`` precision there refuses to be read where old and new names have been mixed.
+    """
+    c = torch._C
+    return (
+        (c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only()),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_deterministic(),
+        c._get_cudnn_benchmark(),
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+        c._get_fp32_precision_getter("cuda", "matmul"),
+        c._get_fp32_precision_getter("mkldnn", "matmul"),
+    )
+
+
+def set_kernel_settings(settings: tuple[Any, ...]) -> None:
+    """Put back what ``kernel_settings`` returned; writes only what differs."""
+    c = torch._C
+    setters: tuple[Callable[[Any], object], ...] = (
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        c._set_cudnn_enabled,
+        c._set_cudnn_deterministic,
+        c._set_cudnn_benchmark,
+        c._set_sdp_use_flash,
+        c._set_sdp_use_mem_efficient,
+        c._set_sdp_use_math,
+        c._set_sdp_use_cudnn,
+        lambda value: c._set_fp32_precision_setter("cuda", "matmul", value),
+        lambda value: c._set_fp32_precision_setter("mkldnn", "matmul", value),
+    )
+    for setter, value, present in zip(setters, settings, kernel_settings(), strict=True):
+        if value != present:
+            setter(value)
+
+
+def kept_by(node: torch.autograd.graph.Node, name: str) -> Any:
+    """Return what the pack hook returned for a tensor, or for each of a list, that a node keeps; ``None`` where it keeps none (any more).
+
+    A Python number is kept as a 0-dim tensor that hooks never see, and comes as that tensor; so does anything that was saved without hooks.
+    Why: a recipe starts from the promises that its node holds. Public replacement: none for ``_raw_saved_*``.
+    """
+    kept = getattr(node, "_raw_saved_" + name)
+    return tuple(each.data for each in kept) if isinstance(kept, tuple) else kept.data
+
+
+def constant_of(node: torch.autograd.graph.Node, name: str) -> Any:
+    """Return a number, a string or a tuple of numbers that a node keeps. Public replacement: none for ``_saved_*``.
+
+    torch gives signed integers as if they were unsigned.
+    """
+    value = getattr(node, "_saved_" + name)
+    if isinstance(value, tuple):
+        return tuple(_signed(each) for each in value)
+    return _signed(value)
+
+
+def _signed(value: Any) -> Any:
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
+
+
+def output_of(node: torch.autograd.graph.Node, output_nr: int) -> Any:
+    """Return ``shape``, ``dtype`` and ``device`` of what a node produced. Public replacement: none for ``Node._input_metadata``."""
+    return node._input_metadata[output_nr]
+
+
+def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Tensor:
+    """Run the kernel behind ``rms_norm``, which decides by what requires a gradient whether to use it. Public replacement: none."""
+    result: Tensor = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+    return result
+
+
+Tables = list[dict[str, Tensor | None]]
+
+
+def tensor_tables(module: nn.Module) -> Tables:
+    """Return the very dictionaries in which a module and those inside it have their parameters and buffers.
+
+    Why: versions are read at every forward of a recomputed module, and ``named_parameters`` takes microseconds for each. Public
+    replacement: none.
+    """
+    return [table for part in module.modules() for table in (part._parameters, part._buffers)]  # type: ignore[misc]
+
+
+def versions_of(tables: Tables) -> list[int]:
+    """Return the versions of all tensors there. Why, and public replacement: as for ``version_of``."""
+    return [tensor._version for table in tables for tensor in table.values() if tensor is not None]

@@ -4,7 +4,7 @@ Covers: telling which learned event comes next, and when the schedule has to be 
 Does not cover: what the schedule says (scheduling.py), or what to do where a step leaves its course (flow.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from backhaul.scheduling import Schedule, schedule
@@ -17,6 +17,7 @@ Blob = TypeVar("Blob")
 
 
 EARLY_PLANS = 4  # schedules of a step that are made without delay
+EARLY_TIMES = 8  # steps of a course that are timed one after the other; later every so many
 
 
 class Course(Generic[Blob]):
@@ -32,6 +33,9 @@ class Course(Generic[Blob]):
         self.stale = False  # sizes or gaps are other ones by now
         self.num_since = 0  # steps begun since
         self.num_made = 0  # schedules for this basis
+        self.num_timed = 0  # steps
+        self.num_untimed = 0  # steps begun since the last one that was timed
+        self.follower: Course[Blob] | None = None  # the step that came next
         self.saves, self.needs = step.index()
         self.index = {name: item for item, name in enumerate(step.names)}
         self.restart([])
@@ -49,12 +53,19 @@ class Course(Generic[Blob]):
             self.stale = True
         self.step, self.steady = step, steady
 
-    def measure(self, ms: Sequence[float], link: Link, *, doubt: float) -> None:
+    def measure(self, ms: Sequence[float], link: Link, *, doubt: float, idle: Iterable[int] = ()) -> None:
         """Take the times of the latest step that has gone in this order."""
-        self.pace.measure(self.step, ms, link, doubt=doubt)
+        self.num_timed += 1
+        self.num_untimed = 0
+        self.pace.measure(self.step, ms, link, doubt=doubt, idle=idle)
         moved = sum(abs(gap - planned) for gap, planned in zip(self.pace.gaps, self.planned, strict=False))
         if moved > DRIFT * sum(self.planned):
             self.stale = True
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether the times of the next step are worth taking."""
+        return self.num_timed < EARLY_TIMES or self.num_untimed >= EARLY_TIMES
 
     def expects(self, event: int, name: tuple[int, Key]) -> bool:
         """Say whether this event comes next, in a step that has gone exactly as expected so far."""
@@ -76,6 +87,7 @@ class Course(Generic[Blob]):
         """Expect the step from its beginning, or from where these blobs have been saved; see that there is a schedule for it."""
         self.restart(blobs)
         self.num_since += 1
+        self.num_untimed += 1
         anew = self.basis != (link, budget)
         if self.pace.gaps and (anew or (self.stale and self.num_made < EARLY_PLANS)):
             self.num_made = 0 if anew else self.num_made
@@ -94,5 +106,5 @@ class Course(Generic[Blob]):
     def _plan(self, link: Link, budget: int | None) -> None:
         self.num_made += 1
         self.basis, self.planned, self.stale, self.num_since = (link, budget), self.pace.gaps, False, 0
-        found = schedule(self.step, self.pace.gaps, link=link, budget=budget)
+        found = schedule(self.step, self.pace.gaps, link=link, budget=budget, reads=self.pace.reads)
         self.schedule = found.without_spares() if self.steady else found

@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ from backhaul.kinds import cast_parameter, is_parameter, parameter_versions, siz
 from backhaul.registry import Record, Registry, Steady
 from backhaul.reporting import Tally
 from backhaul.saved import Blob, Kept, Layout, Parts, Promise, Recast, Saved, View
-from backhaul.scopes import Frame, Here, Scope, Storages, hooks_owner, plain_tensors
+from backhaul.scopes import Frame, Here, Scope, Storages, groups_of, hooks_owner, plain_tensors
 from backhaul.sizes import format_bytes
-from backhaul.stations import Station, on_stream
+from backhaul.stations import Station
 from backhaul.tiers.base import Tier, TierFull
 
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
@@ -114,8 +114,11 @@ class Engine:
             if self._casts_seen or not self._versions:
                 self._versions = parameter_versions(self._alive())
             frame = Frame(next(self.nums), self.registry.grave)
+            step_begins = not self.registry.frames
             self.registry.open(frame)
             for station in self.stations.values():
+                if step_begins:
+                    station.timeline.is_watched = station.flow.wants_times
                 station.flow.open_frame(frame.num)
             return Scope(frame, fqn, module)
 
@@ -143,6 +146,13 @@ class Engine:
             warnings.warn(message, stacklevel=2)
 
     # The hooks
+
+    @property
+    def hooks(self) -> tuple[Callable[[Tensor], Promise], Callable[[Promise], Tensor]]:
+        """The pair that autograd calls. A tier of the user's own is code that Dynamo would look into, where it runs what it does not compile."""
+        if type(self.tier).__module__.startswith("backhaul."):
+            return self.pack, self.unpack
+        return _torch.untraced(self.pack), _torch.untraced(self.unpack)
 
     def pack(self, tensor: Tensor) -> Promise:
         """Return the promise that autograd holds instead of ``tensor``."""
@@ -189,7 +199,7 @@ class Engine:
         station = self._station(tensor.device)
         if num_bytes < self.min_bytes or not num_bytes:
             return self._keep_small(tensor, storage, station, frame, scope)
-        if scope.module is not None and self._gathered(scope, storage):
+        if (scope.module is not None or scope.groups) and self._gathered(scope, storage):
             return self._keep_parameter(tensor, frame)
         if (recast := self._recast(tensor, storage, frame)) is not None:
             return recast
@@ -240,10 +250,17 @@ class Engine:
         return scope.frame, scope
 
     def _gathered(self, scope: Scope, storage: UntypedStorage) -> bool:
-        """Say whether the storage is one that the running module's parameters have just now, as FSDP gathered them."""
-        module, scope.module = scope.module, None  # once a scope is enough
-        assert module is not None
-        self.owned.add(itertools.chain(module.parameters(), module.buffers()))
+        """Say whether the storage is one that the running module's parameters have just now, as FSDP gathered them.
+
+        Once a scope is enough for what is there already; a group that is gathered later shows by one of its parameters.
+        """
+        if scope.module is not None:
+            module, scope.module = scope.module, None
+            self.owned.add(itertools.chain(module.parameters(), module.buffers()))
+            scope.groups = list(groups_of(module))
+        for group in scope.groups:
+            if any(plain.untyped_storage() not in self.owned for plain in plain_tensors(group.sample)):
+                self.owned.add(group.module.parameters())
         return storage in self.owned
 
     def _recast(self, tensor: Tensor, storage: UntypedStorage, frame: Frame) -> Recast | None:
@@ -351,7 +368,7 @@ class Engine:
             self._keep(station, blob, "written in place")
             return
         try:
-            with on_stream(blob.stream):
+            with station.on(blob.stream):
                 blob.slot = self.registry.records[blob.num].slot = self.tier.store(blob.source())
         except (TierFull, OSError) as error:
             self._tier_failed(station, blob, error)
@@ -393,7 +410,7 @@ class Engine:
             self._was_futile(station, blob)
             return
         assert blob.slot is not None
-        with on_stream(blob.stream):
+        with station.on(blob.stream):
             target = torch.empty(blob.num_bytes, dtype=torch.uint8, device=station.device)
             incoming = self.tier.load(blob.slot, target)
         storage = target.untyped_storage()
@@ -404,6 +421,8 @@ class Engine:
     def _was_futile(self, station: Station, blob: Blob) -> None:
         """The storage is still alive: copying it freed nothing."""
         station.flow.readopted(blob.num)
+        if station.holds(blob.source().untyped_storage()):  # not for long
+            return
         self.tally.futile_bytes += blob.num_bytes
         self.futile[blob.key] += 1
 
@@ -473,4 +492,4 @@ class Engine:
                 continue
             times = station.timeline.finished()
             if times is not None:
-                station.flow.times(times)
+                station.flow.times(*times)

@@ -19,7 +19,7 @@ runs ahead of the device, so stream order is what counts, and time is known only
 
 import enum
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from backhaul.course import LAST, Course
 from backhaul.steps import DOUBT, Key, Step
@@ -132,6 +132,12 @@ class Flow:
         return len(self._step.events)
 
     @property
+    def wants_times(self) -> bool:
+        """Whether the times of the next step would be news. To take them costs the host some microseconds an event."""
+        expected = self._expected
+        return expected is None or expected.wants_times
+
+    @property
     def predicted_stall_ms(self) -> float | None:
         """What the latest schedule expects compute to wait in a step, or ``None`` while there is no schedule."""
         schedule = self._known[0].schedule if self._known else None
@@ -144,8 +150,9 @@ class Flow:
     def open_frame(self, frame: int) -> None:
         """Begin a forward of the managed module; with the first one a step begins."""
         if not self._frames and self._known:
-            self._course = self._known[0]
+            self._course = self._expected
             self._out_ends = 0.0
+            assert self._course is not None
             self._set_out(self._course, [])
         self._frames[frame] = _Frame(self._num_frames)
         self._num_frames += 1
@@ -267,14 +274,14 @@ class Flow:
         entry.state = RELOADED
         self._rank(entry)
 
-    def times(self, ms: Sequence[float]) -> None:
+    def times(self, ms: Sequence[float], idle: Iterable[int] = ()) -> None:
         """Take the times in ms at which the device reached each event of the last step, waits for our own copies included.
 
-        They are passed over where nothing was learned from that step, or where an exception has cost some of them.
+        ``idle`` are the events before which it had done all that it had been given: the host has waited for it. The times are passed over where nothing was learned from that step, or where an exception has cost some of them.
         """
         course = self._last
         if course is not None and len(ms) == len(course.step.events):
-            course.measure(ms, self.link, doubt=DOUBT if self.activation_budget is None else 1.0)
+            course.measure(ms, self.link, doubt=DOUBT if self.activation_budget is None else 1.0, idle=idle)
 
     # -- residency -----------------------------------------------------------------------------------------------------------------------
 
@@ -461,11 +468,21 @@ class Flow:
                     if entry.state is RESIDENT:
                         self._copy_out(entry)
                 elif isinstance(decision, Reload):
-                    # Where events were left out, reloads of many meet here, and the releases that made room for them may not have.
+                    # Where events were left out, reloads of many meet here.
                     if entry.state is RELEASED and (len(passed) == 1 or self._excess() + entry.num_bytes <= 0):
+                        # Where sizes or the order differ, the releases that were to make room for this may not have come.
+                        self._enforce(needed, allowance=0 if needed is None else needed.num_bytes, coming=entry.num_bytes)
                         self._reload(entry)
                 elif entry is not needed and entry.state in (COPYING_OUT, RELOADED, COPYING_IN):
                     self._release(entry)
+
+    @property
+    def _expected(self) -> "Course[_Blob] | None":
+        """The learned step that should come next: what came after the latest, since two kinds of step may take turns."""
+        if not self._known:
+            return None
+        follower = self._known[0].follower
+        return follower if follower in self._known else self._known[0]
 
     def _learn(self) -> None:
         """End the step: what was recorded is what to expect."""
@@ -477,6 +494,7 @@ class Flow:
         if not any(event < 0 for event in step.events) or len(step.events) >= MOST_EVENTS:
             return
         self.num_steps += 1
+        before = self._known[0] if self._known else None
         for course in self._known:
             if course.step.events == step.events and course.step.names == step.names:
                 course.resize(step)
@@ -485,5 +503,7 @@ class Flow:
         else:
             course = Course(step)
         self._last = course
+        if before is not None:
+            before.follower = course
         course.refine(link=self.link, budget=self.activation_budget)
         self._known[:] = [course, *self._known][:KNOWN_STEPS]

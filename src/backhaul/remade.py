@@ -1,23 +1,29 @@
 """Saved tensors that are made again instead of being kept.
 
-Covers: the promise for such a tensor, and how long a value lives once it has been made ([Note: Made values]).
-Does not cover: how it is made: by running a module again (recomputing.py), or from what its autograd node keeps (recipes.py).
+Covers: the promise for such a tensor, how long a value lives once it has been made ([Note: Made values]), and which storages that a later
+operation may save can be made again.
+Does not cover: how a value is made: by running a module again (recomputing.py), or from what its autograd node keeps (recipes.py).
 
 [Note: Made values]
 Several saved tensors may need one storage: a norm's output is saved by each projection that reads it. Making it for each of them would pay
 as often. So a value is kept from when it is first needed until each promise that still exists has had it; then it is dropped, and a second
-backward makes it again. Somebody may also have kept the original storage alive; then that is handed back and nothing is made.
+backward makes it again. Where the storage is still alive because somebody else has kept it, be it the original or the one made last, that
+is handed back and nothing is made.
 
 As elsewhere (saved.py, [Note: Ownership]), promises own everything: a promise its ``Made``, that its maker, and the maker the promises of
-what it starts from.
+what it starts from. A maker has weak references to what it made.
 """
 
+import functools
+import threading
 import weakref
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.storage import UntypedStorage
 
+from backhaul import _torch
 from backhaul.saved import Bring, View, modified_in_place
 
 
@@ -27,47 +33,63 @@ class Maker(Protocol):
     def make(self, wanted: "Made", bring: Bring) -> None:
         """Make the storage of ``wanted`` and ``fill`` it, and with it others that come from the same work and are still ``wanted``.
 
-        ``bring`` gets operands that have been moved onto the device. Runs on the stream of the backward pass.
+        ``bring`` gets operands that have been moved onto the device. Runs on the stream of the backward pass, with ``wanted.lock`` held.
         """
         ...
 
 
 class Made:
-    """One storage that is made again when it is needed."""
+    """One storage that is made again when it is needed.
 
-    __slots__ = ("__weakref__", "home", "maker", "num_bytes", "promises", "storage")
+    Args:
+        maker: makes it.
+        storage: the original.
+        lock: held while it is made and handed out; those that one maker makes together share it.
+    """
 
-    def __init__(self, maker: Maker, storage: UntypedStorage) -> None:
+    __slots__ = ("__weakref__", "chains", "home", "lock", "maker", "num_bytes", "promises", "storage", "stream")
+
+    def __init__(self, maker: Maker, storage: UntypedStorage, lock: "threading.RLock | None" = None) -> None:
         self.maker = maker
-        self.home = weakref.ref(storage)  # the original
+        self.chains = True  # cheap enough in memory that another maker may start from it (recomputing.py, [Note: Chains])
+        self.lock = threading.RLock() if lock is None else lock
+        self.home = weakref.ref(storage)  # the original, or what was made last
         self.num_bytes = storage.nbytes()
         self.storage: UntypedStorage | None = None  # made, and kept until everybody has had it
+        self.stream: torch.Stream | None = None  # on which it was made
         self.promises: list[weakref.ref[Remade]] = []
 
     @property
     def wanted(self) -> bool:
         """Whether a promise exists that has not had the value, and there is none at hand."""
-        return self.storage is None and any((promise := each()) is not None and not promise.had for each in self.promises)
+        return self.home() is None and any((promise := each()) is not None and not promise.had for each in self.promises)
 
     def fill(self, storage: UntypedStorage) -> None:
         """Take a storage with the same bytes."""
         assert storage.nbytes() == self.num_bytes
         self.storage = storage
+        self.home = weakref.ref(storage)
+        self.stream = _current_stream(storage.device)
 
     def hand_to(self, promise: "Remade", bring: Bring) -> UntypedStorage:
         """Return the storage, and drop it here if nobody else waits for it."""
-        storage = self.storage
-        if storage is None:
-            self.maker.make(self, bring)
-            storage = self.storage
-            assert storage is not None
-        promise.had = True
-        waiting = [other for each in self.promises if (other := each()) is not None]
-        if all(other.had for other in waiting):
-            self.storage = None
-            for other in waiting:
-                other.had = False
-        return storage
+        with self.lock:
+            storage = self.home()
+            if storage is None:
+                promise.had = False
+                self.maker.make(self, bring)
+                storage = self.storage
+                assert storage is not None
+            if self.stream is not None and (current := _current_stream(storage.device)) != self.stream:
+                assert current is not None
+                current.wait_stream(self.stream)
+            promise.had = True
+            waiting = [other for each in self.promises if (other := each()) is not None]
+            if all(other.had for other in waiting):
+                self.storage = None
+                for other in waiting:
+                    other.had = False
+            return storage
 
 
 class Remade:
@@ -83,9 +105,55 @@ class Remade:
         made.promises.append(weakref.ref(self))
 
     def restore(self, bring: Bring) -> Tensor:
-        """Return the saved tensor, made again unless the original is still there."""
-        view, made = self.view, self.made
+        """Return the saved tensor, made again unless its storage is still there."""
+        view = self.view
         if view.changed:
             raise modified_in_place(view.alias, view.version)
-        original = made.home()
-        return view.layout.view(original if original is not None else made.hand_to(self, bring))
+        return view.layout.view(self.made.hand_to(self, bring))
+
+
+class Outputs:
+    """Storages that can be made again should an operation save them, as long as they are alive and nobody writes to them.
+
+    It owns what would make them, so it must not outlive the forward pass.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[UntypedStorage], Tensor, int, Made]] = {}
+
+    def note(self, tensor: Tensor, made: Made) -> None:
+        """Add the storage of a tensor as it is now."""
+        storage = tensor.untyped_storage()
+        num, table = id(storage), weakref.ref(self)
+
+        def forget(_: object) -> None:
+            if (outputs := table()) is not None:
+                outputs._entries.pop(num, None)
+
+        self._entries[num] = (weakref.ref(storage, forget), _counter(tensor), _torch.version_of(tensor), made)
+
+    def find(self, tensor: Tensor) -> Made | None:
+        """Return what makes the storage of ``tensor`` as it is now, if there is such a thing."""
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(id(storage))
+        if entry is None:
+            return None
+        home, counter, version, made = entry
+        same = home() is storage and version == _torch.version_of(tensor) and _torch.share_version_counter(tensor, counter)
+        return made if same else None
+
+
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """Return an alias that shares the version counter, without the storage."""
+    alias = tensor.detach()
+    alias.data = _bare(alias.dtype, alias.device)
+    return alias
+
+
+@functools.lru_cache(maxsize=64)
+def _bare(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)

@@ -14,6 +14,10 @@ link, greedily, with its whole future known, and it is a list of decisions for e
 * Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
   later.
 
+Where the host reads from the device (``.item()``, a router's counts), its small copy waits for the chunk on the copy engine, and the device
+has nothing to do meanwhile. So a copy out does not run into such a moment, nor is one issued just after it, as long as the budget
+leaves time for that.
+
 Bytes moved beyond what the budget needs slow down the other direction and the compute beside them, so only the longest-lived share of each
 frame may leave. A few shares are played, and the one that costs least is kept; copies of what is then never released are left out, unless
 sizes change from step to step, where they are spares.
@@ -33,6 +37,10 @@ SLACK_MS = 2.0  # reloads start so much sooner than they must
 TRUST = 0.98  # of the link's rates, so that copies that are a little late do not delay all that follow
 TRUST_HIDING = 0.95  # the same where nothing shall wait
 HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of the next
+QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
+BUSY_MS = 1.0  # of compute after that, in which the host has better things to do than to issue copies: the device waits for it
+POLITE = 0.7  # of the lane's time is enough, where copies keep out of the host's way
+OUTLOOK_MS = 400.0  # that the bytes which have to leave are foreseen for
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
 
 
@@ -52,7 +60,7 @@ class Schedule:
         return replace(self, decisions=kept)
 
 
-def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | None) -> Schedule:
+def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | None, reads: Sequence[int] = ()) -> Schedule:
     """Find when each blob of a step should leave and come back ([Note: Schedule]).
 
     Args:
@@ -60,8 +68,9 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
         gaps: ms of compute between each of its events and the next.
         link: rates of the tier.
         budget: bytes that may be resident; ``None`` moves what the link hides.
+        reads: events just before which the host read from the device, sorted.
     """
-    table = _Table(step, gaps)
+    table = _Table(step, gaps, reads)
     if budget is None:
         return _Play(table, link.slower(TRUST_HIDING), None, 1.0).run()
     excess = 1 - budget / (max(table.alive) or 1)
@@ -78,9 +87,10 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
 class _Table:
     """A step by item and by event: what every play of it needs to know."""
 
-    def __init__(self, step: Step, gaps: Sequence[float]) -> None:
+    def __init__(self, step: Step, gaps: Sequence[float], reads: Sequence[int]) -> None:
         self.step = step
         self.gaps = gaps
+        self.reads = reads
         self.saves, self.needs = step.index()
         self.at = [0.0]  # by event: ms since the step began, were there no stalls
         for gap in gaps:
@@ -134,6 +144,10 @@ class _Play:
         self.issued: list[Decision] = []
         self.at: list[float] = []  # by event: when it happened
         self.slip = 0.0  # ms of stall so far
+        self.num_reads = 0  # of the host, so far
+        self.quiet = math.inf  # when the host reads next, were there no more stalls; inf where copies need not care
+        self.since = -math.inf  # when it read last, likewise
+        self.host_is_busy = False
 
     def run(self, limit: float = math.inf) -> Schedule:
         """Play the step to its end, or until it costs more than ``limit``."""
@@ -146,6 +160,9 @@ class _Play:
             arrival = wire.now
             self.at.append(arrival)
             room = None if self.budget is None else self.budget - table.step.fixed[position]
+            if self.num_reads < len(table.reads) and (position >= table.reads[self.num_reads] or not position):
+                self._mind_the_host(position, room)
+            self.host_is_busy = self.quiet < math.inf and table.at[position] - self.since < BUSY_MS > gaps[position]
             if event >= 0:
                 self._arrive(item)
                 self._offer(item)
@@ -162,6 +179,7 @@ class _Play:
             self._copy_out_until(due)
             if event < 0:
                 wire.wait_in(item)
+                self._offer_again(item)
             self.slip += wire.now - arrival
             if self.issued:
                 self.decisions[position] = self.issued
@@ -179,7 +197,7 @@ class _Play:
         if self.resident[item]:
             self.resident_bytes -= self.sizes[item]
             self.resident[item] = False
-        elif self.has_copy[item]:
+        elif self.has_copy[item] and self.next_use[item] < self.num_events:
             self._unlist(item)
         self._redeem(item)
         self.next_use[item] = -1
@@ -202,7 +220,13 @@ class _Play:
         more = self.num_uses[item] < len(needs)
         self._redeem(item)
         self.next_use[item] = needs[self.num_uses[item]] if more else self.num_events
-        if more:
+
+    def _offer_again(self, item: int) -> None:
+        """Let the item that was just needed leave from the next event on.
+
+        What is needed no more but stays alive, as between the halves of a split backward, is the first to go where that costs no copy.
+        """
+        if self.next_use[item] < self.num_events or (self.has_copy[item] and self.table.step.drops[item] > len(self.at)):
             self._offer(item)
 
     def _redeem(self, item: int) -> None:
@@ -225,9 +249,10 @@ class _Play:
         self.issued.append(Release(item))
         self.resident[item] = False
         self.resident_bytes -= self.sizes[item]
-        insort(self.absent, (self.next_use[item], item))
-        self.absent_bytes += self.sizes[item]
-        self.latest_start = -math.inf
+        if self.next_use[item] < self.num_events:  # else nobody wants it back
+            insort(self.absent, (self.next_use[item], item))
+            self.absent_bytes += self.sizes[item]
+            self.latest_start = -math.inf
 
     def _copy_out(self, item: int) -> None:
         self.issued.append(CopyOut(item))
@@ -322,11 +347,11 @@ class _Play:
     def _copy_out_until(self, due: float) -> None:
         """Keep the lane to the tier busy until then."""
         wire = self.wire
-        while self.leavers and wire.now + wire.backlog_out() < due:
+        while self.leavers and wire.now + wire.backlog_out() < due and not self.host_is_busy:
             use, item = -self.leavers[0][0], self.leavers[0][1]
             if not self.resident[item] or self.has_copy[item] or use != self.next_use[item]:
                 heapq.heappop(self.leavers)
-            elif not self._pays(item, use):
+            elif not self._pays(item, use) or self._disturbs(item):
                 return
             else:
                 heapq.heappop(self.leavers)
@@ -349,6 +374,40 @@ class _Play:
             queued += self.sizes[each] * wire.in_ms
             latest = min(latest, at[other] - queued)
         return latest + self.slip >= wire.now + wire.backlog_in() + SLACK_MS
+
+    def _mind_the_host(self, position: int, room: int | None) -> None:
+        """Note when the host reads next, and whether copies can afford to keep out of its way until then."""
+        table = self.table
+        while self.num_reads < len(table.reads) and table.reads[self.num_reads] <= position:
+            self.num_reads += 1
+        if self.num_reads:
+            self.since = table.at[position]
+        self.quiet = table.at[table.reads[self.num_reads]] if self.num_reads < len(table.reads) else math.inf
+        if self.quiet == math.inf or room is None:
+            return
+        # Bytes that have to be released, by event, beside those that can be at once, against what so much of the lane moves until then.
+        pressing = self.resident_bytes - room - sum(self.sizes[item] for use, item in self.copied if self._is_at_hand(-use, item))
+        returning = iter((*self.absent, (self.num_events, -1)))
+        use, item = next(returning)
+        for later in range(position + 1, self.num_events):
+            while use < later:
+                pressing += self.sizes[item]
+                use, item = next(returning)
+            ms = table.at[later] - table.at[position]
+            if ms > OUTLOOK_MS:
+                return
+            if pressing + table.alive[later] - table.alive[position] > POLITE * ms / self.wire.out_ms:
+                self.quiet = math.inf
+                return
+
+    def _is_at_hand(self, use: int, item: int) -> bool:
+        return self.resident[item] and use == self.next_use[item]
+
+    def _disturbs(self, item: int) -> bool:
+        """Say whether a copy out would run into a moment at which the host reads, and can wait until it has."""
+        took = self.sizes[item] * self.wire.out_ms
+        fits = took < self.quiet - self.since - QUIET_MS  # between two reads at all
+        return fits and self.wire.now + self.wire.backlog_out() + took > self.quiet + self.slip - QUIET_MS
 
     def _release_copied(self, spared: int) -> None:
         """Release what has been copied: without a budget only what pays is."""

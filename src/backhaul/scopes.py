@@ -16,6 +16,7 @@ functions on the instance, ``__getstate__`` and ``_replicate_for_data_parallel``
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections import deque
@@ -29,6 +30,9 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from backhaul.tracing import unless_traced
+
+IN_A_TRACE = "backhaul manages this module; compile it first and manage the result, or compile without fullgraph"
 
 
 class Key(NamedTuple):
@@ -58,15 +62,30 @@ class Frame:
             self.grave.append(self.num)
 
 
+class Group(NamedTuple):
+    """Parameters that FSDP gathers together, and where one of them stands."""
+
+    module: nn.Module
+    owner: nn.Module
+    name: str
+
+    @property
+    def sample(self) -> Tensor:
+        """One parameter of the group, as it is just now."""
+        parameter: Tensor = self.owner._parameters[self.name]  # type: ignore[assignment]
+        return parameter
+
+
 class Scope:
     """A module at work in a frame: hands out keys for what is saved in it."""
 
-    __slots__ = ("call", "fqn", "frame", "module", "num_packs")
+    __slots__ = ("call", "fqn", "frame", "groups", "module", "num_packs")
 
     def __init__(self, frame: Frame, fqn: str, module: nn.Module | None) -> None:
         self.frame = frame
         self.fqn = fqn
-        self.module = module
+        self.module = module  # until its parameters have been looked up
+        self.groups: list[Group] = []  # of parameters inside that may be gathered apart
         self.call = frame.calls.get(fqn, 0)
         frame.calls[fqn] = self.call + 1
         self.num_packs = 0
@@ -89,8 +108,8 @@ class Watcher(Protocol):
 
     @property
     def here(self) -> Here: ...
-    def pack(self, tensor: Tensor) -> Any: ...
-    def unpack(self, promise: Any) -> Tensor: ...
+    @property
+    def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]: ...
 
     def enter(self, module: nn.Module, fqn: str, *, is_root: bool) -> "Scope | None":
         """Return the scope of a module that is about to run, or ``None`` where it is to run untouched."""
@@ -136,13 +155,15 @@ class Wrapper:
             scope = watcher.enter(module, fqn, is_root=is_root) if watcher is not None else None
             return forward(*args, **kwargs) if watcher is None or scope is None else run(watcher, scope, forward, args, kwargs)
 
+        _torch.keep_out_of_traces("backhaul", but="backhaul.tracing")
+        if self.name == "forward":
+            call = torch.compiler.disable(call, recursive=False, reason=IN_A_TRACE) if is_root else unless_traced(call, previous, reference)
         functools.update_wrapper(call, previous or kind.forward)
         if previous is None:
             del call.__wrapped__  # type: ignore[attr-defined]  # it is not bound, and what reads signatures would follow it
             with contextlib.suppress(ValueError, TypeError):
                 call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
         call.__backhaul__ = self  # type: ignore[attr-defined]
-        _torch.keep_out_of_traces("backhaul")
         return call
 
     def remove(self) -> None:
@@ -168,13 +189,14 @@ def run(watcher: Watcher, scope: Scope, forward: Callable[..., Any], args: Any, 
     Interrupts are delivered where Python functions begin and after calls. So nothing is called between ``try`` and the push, and nothing in
     ``finally`` before the pop: whatever interrupts, no pair of hooks and no scope is left behind.
     """
-    here, outer, pack, unpack = watcher.here, watcher.here.scope, watcher.pack, watcher.unpack
+    here, outer = watcher.here, watcher.here.scope
     if outer is not None:
         try:
             here.scope = scope
             return forward(*args, **kwargs)
         finally:
             here.scope = outer
+    pack, unpack = watcher.hooks
     try:
         here.scope = scope
         push_saved_tensors_hooks(pack, unpack)
@@ -195,9 +217,10 @@ def region(watcher: Watcher) -> Iterator[None]:
     if scope is None:
         yield
         return
+    pack, unpack = watcher.hooks
     try:
         here.scope = scope
-        push_saved_tensors_hooks(watcher.pack, watcher.unpack)
+        push_saved_tensors_hooks(pack, unpack)
         yield
     finally:
         here.scope = None
@@ -315,6 +338,23 @@ class Storages:
         for module in modules:
             self.add(module.parameters())
             self.add(module.buffers())
+
+
+def groups_of(module: nn.Module) -> Iterator[Group]:
+    """Yield the groups of parameters that FSDP2 gathers apart, in and below ``module``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it does not use it
+    if fsdp is None:
+        return
+    for inner in module.modules():
+        if isinstance(inner, fsdp.FSDPModule):
+            queue = [inner]
+            while queue:
+                owner = queue.pop()
+                name = next((name for name, parameter in owner._parameters.items() if parameter is not None), None)
+                if name is not None:
+                    yield Group(inner, owner, name)
+                    break
+                queue += [child for child in owner.children() if not isinstance(child, fsdp.FSDPModule)]
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

@@ -7,8 +7,8 @@ Does not cover: what is decided (flow.py), or what is copied (engine.py).
 Memory goes back to the pool of the stream it was allocated on, and that stream may use it again at once. With one compute stream it is
 enough that this stream waits for the copy before the memory is dropped: what reads it was issued there, or will be before anybody gets it.
 Where another pool owns the memory, or more compute streams than one have been seen, waiting on the current stream binds nobody else. Then
-it is held until all compute streams have passed what they had been given by the next time we are called: an operation saves its inputs
-before it launches the kernel that reads them.
+it is held until nobody else has it, so that every kernel that reads it has been launched (an operation saves its inputs before it launches
+the kernel that reads them, and a local variable may read on much later), and then until all compute streams have passed that point.
 """
 
 from collections import deque
@@ -19,16 +19,12 @@ import torch
 from torch import Tensor
 from torch.storage import UntypedStorage
 
+from backhaul import _torch
 from backhaul.flow import Flow
 from backhaul.sizes import format_bytes
 from backhaul.tiers.base import Transfer
 from backhaul.tiers.pools import in_current_pool
 from backhaul.timing import Timeline, Waits, clock_of
-
-
-def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Return a context in which ``stream`` is the current one; one that changes nothing on a device without streams."""
-    return nullcontext() if stream is None else stream
 
 
 class Station:
@@ -40,8 +36,8 @@ class Station:
         self.clock = clock_of(device)
         self.waits = Waits(self.clock)
         self.rates = (1.0, 1.0)  # of the tier, as flow.py was last told; in GB/s
-        self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id
-        self.dropped: list[UntypedStorage] = []  # held until the next call, and then
+        self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id or handle
+        self.dropped: list[UntypedStorage] = []  # held until nobody else has it, and then
         self.limbo: deque[tuple[list[Any], list[UntypedStorage]]] = deque()  # until the streams have passed these points
         self.flow = Flow(activation_budget=activation_budget)
         self.timeline = Timeline(self.clock)
@@ -73,8 +69,18 @@ class Station:
         """Return the current stream, and remember it as one that computes; ``None`` on a device without streams."""
         if self.device.type == "cpu":
             return None
-        stream = torch.accelerator.current_stream(self.device)
-        return self.streams.setdefault(stream.stream_id, stream)
+        if self.device.type != "cuda":
+            stream = torch.accelerator.current_stream(self.device)
+            return self.streams.setdefault(stream.stream_id, stream)
+        handle = _torch.current_cuda_stream(self.device.index)
+        known = self.streams.get(handle)
+        if known is None:
+            known = self.streams[handle] = torch.accelerator.current_stream(self.device)
+        return known
+
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
+        """Return a context in which ``stream``, one that has been seen here, is the current one."""
+        return nullcontext() if stream is None or stream is self.current_stream() else stream
 
     def wait_to_drop(self, copy: Transfer, source: Tensor) -> None:
         """Order what follows after ``copy``, so that ``source`` may be dropped ([Note: Whose memory])."""
@@ -88,12 +94,18 @@ class Station:
     def let_go(self) -> None:
         """Let go of dropped memory that nobody can be reading any more. Call before anything else is done."""
         if self.dropped:
-            self.limbo.append(([stream.record_event() for stream in self.streams.values()], self.dropped))
-            self.dropped = []
+            unread = [storage for storage in self.dropped if _torch.num_owners(storage) == 1]
+            if unread:
+                self.limbo.append(([stream.record_event() for stream in self.streams.values()], unread))
+                self.dropped = [storage for storage in self.dropped if all(storage is not other for other in unread)]
         while self.limbo and all(event.query() for event in self.limbo[0][0]):
             self.limbo.popleft()
 
+    def holds(self, storage: UntypedStorage) -> bool:
+        """Say whether the storage is alive because it is held here."""
+        return any(storage is other for held in (self.dropped, *(each for _, each in self.limbo)) for other in held)
+
     def mark(self) -> None:
         """Stamp the event that flow.py has just recorded, if it has."""
-        if self.flow.num_events > len(self.timeline.stamps):
+        if self.timeline.is_watched and self.flow.num_events > len(self.timeline.stamps):
             self.timeline.mark()

@@ -5,7 +5,7 @@ Does not cover: expecting a step again (course.py), or finding a better schedule
 """
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from backhaul.wire import CopyOut, Decision, Link, Wire
@@ -13,6 +13,7 @@ from backhaul.wire import CopyOut, Decision, Link, Wire
 Key = Hashable  # names a blob from step to step, within its frame: (fqn, call, pack)
 
 DOUBT = 1.1  # of a first step's waits, where nothing shall wait in the next
+MOST_READS = 0.2  # of the events of a step that can be reads of the host
 JITTER = 1.03  # what the compute of a step may take more than the sum of its least gaps
 
 
@@ -48,13 +49,19 @@ class Pace:
 
     def __init__(self) -> None:
         self.gaps: list[float] = []  # by event: ms of compute until the next; empty while nothing was measured
+        self.reads: list[int] = []  # events just before which the host read from the device
         self._seen: deque[list[tuple[bool, float]]] = deque(maxlen=4)  # the latest steps, by event: whether compute waited, ms of compute
+        self._idle: deque[frozenset[int]] = deque(maxlen=3)  # the latest steps: events at which the device had done all before
 
-    def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0) -> None:
-        """Take the times at which the device reached each event, less what it waited for our copies.
+    def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0, idle: Iterable[int] = ()) -> None:
+        """Take the times at which the device reached each event, less what it waited for our copies, and the events that found it ``idle``.
 
         Waits are taken for ``doubt`` times what the link explains: above 1, compute is rather taken for too short than for too long.
         """
+        self._idle.append(frozenset(idle))
+        # More of them, and the host is too slow to keep the device busy: there is no moment to keep clear.
+        always = sorted(frozenset.intersection(*self._idle))
+        self.reads = always if len(always) <= MOST_READS * len(ms) else []
         wire = Wire(link)
         found: list[tuple[bool, float]] = []
         issued = iter((*step.issued, (len(step.events), CopyOut(-1))))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from backhaul.tiers.base import Transfer
+from backhaul.tiers.streams import Event, streams_of
 
 
 class Clock(Protocol):
@@ -47,18 +48,18 @@ class DeviceClock:
     """The clock of a device with streams: timed events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.streams = streams_of(device)
 
-    def stamp(self) -> torch.Event:
-        event = torch.Event(self.device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self.device))
+    def stamp(self) -> Event:
+        event = self.streams.new_event()
+        event.record(self.streams.current())
         return event
 
-    def reached(self, stamp: torch.Event) -> bool:
+    def reached(self, stamp: Event) -> bool:
         return stamp.query()
 
-    def between_ms(self, begin: torch.Event, end: torch.Event) -> float:
-        return float(begin.elapsed_time(end))
+    def between_ms(self, begin: Event, end: Event) -> float:
+        return begin.elapsed_time(end)
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -71,23 +72,32 @@ class Timeline:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        self.is_watched = True  # whether the step at hand is stamped
         self.stamps: list[Any] = []
-        self._ended: list[Any] = []
+        self.idle: list[int] = []  # marks before which the work had come to the mark before
+        self._ended: tuple[list[Any], list[int]] = ([], [])
 
     def mark(self) -> None:
-        self.stamps.append(self.clock.stamp())
+        stamps = self.stamps
+        if stamps and self.clock.reached(stamps[-1]):
+            self.idle.append(len(stamps))
+        stamps.append(self.clock.stamp())
 
     def end_step(self, *, learned: bool) -> None:
         """Keep the stamps to be told, if the step is one to learn from."""
-        self._ended, self.stamps = self.stamps if learned else [], []
+        self._ended = (self.stamps, self.idle) if learned else ([], [])
+        self.stamps, self.idle = [], []
 
-    def finished(self) -> Sequence[float] | None:
-        """Return, once, the milliseconds from the first mark of the last step to each of its marks, if all have been reached."""
-        stamps = self._ended
+    def finished(self) -> tuple[Sequence[float], Sequence[int]] | None:
+        """Return, once, the milliseconds from the first mark of the last step to each of its marks, if all have been reached.
+
+        With them come the marks at which the device was idle: it had done all that it had been given before.
+        """
+        stamps, idle = self._ended
         if not stamps or not self.clock.reached(stamps[-1]):
             return None
-        self._ended = []
-        return [self.clock.between_ms(stamps[0], stamp) for stamp in stamps]
+        self._ended = ([], [])
+        return [self.clock.between_ms(stamps[0], stamp) for stamp in stamps], idle
 
 
 class Waits:

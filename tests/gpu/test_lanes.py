@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from backhaul._torch import empty_host_cache
 from backhaul.tiers import lanes
 from backhaul.tiers.host import PinnedHost
 from backhaul.tiers.lanes import Lane, Lanes, lanes_of
+from backhaul.tiers.streams import CudaStream
 from tests.gpu.tracked_host import TrackedHost
 
 pytestmark = [
@@ -48,9 +50,9 @@ def full(value: int, device: torch.device) -> torch.Tensor:
 def delay(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> None:
     """Have each copy of a lane begin late, with its edges behind it."""
 
-    def sleep(stream: torch.Stream) -> None:
+    def sleep(stream: CudaStream) -> None:
         if stream in lane._streams:
-            with stream:
+            with stream.owner:
                 torch.cuda._sleep(SLEEP_CYCLES)
 
     monkeypatch.setattr(lanes, "_before_copy", sleep)
@@ -197,16 +199,16 @@ def test_steps_without_a_synchronisation_between_them_stay_right(tier, both, dev
 # Rates. Best of five: the question is what the link can do.
 
 
-def best_ms(*works: Callable[[], list[torch.Event]]) -> list[float]:
-    """Return the best time of each, taken in turn: the link's rate drifts."""
+def best_ms(*works: Callable[[], list[Callable[[], None]]]) -> list[float]:
+    """Return the best time of each, taken in turn: the link's rate drifts. Works return what makes the current stream wait for them."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(8):
         for work, found in zip(works, times, strict=True):
             torch.cuda.synchronize()
             begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begun.record()
-            for event in work():
-                torch.cuda.current_stream().wait_event(event)
+            for wait in work():
+                wait()
             ended.record()
             torch.cuda.synchronize()
             found.append(begun.elapsed_time(ended))
@@ -224,17 +226,17 @@ def test_lanes_copy_at_the_rate_of_one_plain_large_copy(directions, tier, both, 
     def ends(direction: str, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (host, on_device[direction]) if direction == "d2h" else (on_device[direction], host)
 
-    def plain() -> list[torch.Event]:
+    def plain() -> list[Callable[[], None]]:
         now = torch.cuda.current_stream().record_event()
         for direction in directions:
             streams[direction].wait_event(now)
             with torch.cuda.stream(streams[direction]):
                 target, source = ends(direction, pinned[direction])
                 target.copy_(source, non_blocking=True)
-        return [streams[direction].record_event() for direction in directions]
+        return [partial(torch.cuda.current_stream().wait_stream, streams[direction]) for direction in directions]
 
-    def on_lanes() -> list[torch.Event]:
-        return [getattr(both, direction).copy(*ends(direction, slots[direction].host))._ended for direction in directions]
+    def on_lanes() -> list[Callable[[], None]]:
+        return [getattr(both, direction).copy(*ends(direction, slots[direction].host)).order for direction in directions]
 
     plain_ms, lanes_ms = best_ms(plain, on_lanes)
     share = plain_ms / lanes_ms

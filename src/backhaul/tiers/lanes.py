@@ -21,13 +21,13 @@ Nothing waits on the host. Each edge is one function below, and a test takes eac
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backhaul.tiers.base import Transfer
+from backhaul.tiers.streams import Event, Stream, Streams, streams_of
 
 CHUNK_BYTES = 32 * 2**20
 _LARGE_BYTES = 16 * 2**20  # smaller copies say little about the rate
@@ -37,15 +37,15 @@ _WEIGHT = 0.1  # of the latest copy in the running estimate of the rate
 class LaneTransfer(Transfer):
     """A copy on a lane. Both ends stay alive until its event has passed, or until somebody has waited for it."""
 
-    __slots__ = ("_begun", "_device", "_ended", "_ends", "num_bytes", "number")
+    __slots__ = ("_begun", "_ended", "_ends", "_streams", "num_bytes", "number")
 
-    def __init__(self, number: int, target: Tensor, source: Tensor, device: torch.device) -> None:
+    def __init__(self, number: int, target: Tensor, source: Tensor, streams: Streams) -> None:
         self.number = number  # copies of a lane run in the order of their numbers
         self.num_bytes = 0  # queued
         self._ends: tuple[Tensor, Tensor] | None = (target, source)
-        self._device = device
-        self._begun = _new_event(device)
-        self._ended = _new_event(device)
+        self._streams = streams
+        self._begun = streams.new_event()
+        self._ended = streams.new_event()
 
     def wait(self) -> None:
         """Make the current stream wait, and let go of both ends.
@@ -58,7 +58,7 @@ class LaneTransfer(Transfer):
 
     def order(self) -> None:
         """Make the current stream wait, while the lane keeps both ends until the copy has ended."""
-        _wait_copy(_current_stream(self._device), self._ended)
+        _wait_copy(self._streams.current(), self._ended)
 
     def synchronize(self) -> None:
         """Block the host until the copy has ended."""
@@ -77,12 +77,12 @@ class Lane:
     """All copies of one direction on one device ([Note: Alternating streams])."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = streams_of(device)
         self._lock = threading.Lock()  # held to queue work, never to wait for it
-        self._streams = (_new_stream(device), _new_stream(device))
+        self._streams = (self._device.new_stream(), self._device.new_stream())
         self._num_chunks = 0
-        self._between = _new_event(device)  # of one chunk and the next: who waits for an event waits for what was recorded last
-        self._last_chunk: torch.Event | None = None
+        self._between = self._device.new_event()  # of one chunk and the next: who waits for an event waits for what was recorded last
+        self._last_chunk: Event | None = None
         self._in_flight: dict[int, LaneTransfer] = {}  # by number, so in the order in which they end
         self.last_number = 0  # of the last copy that was queued
         self.rate_gbps: float | None = None  # a running estimate from large copies; None before the first has ended
@@ -95,10 +95,9 @@ class Lane:
         ``store`` is the copy that filled the source, ``last_use`` the last one that read the target. The lane stays usable after an error.
         """
         self.prune()
-        # Read before a copy stream becomes the current one.
-        caller = _current_stream(self._device)
-        produced = caller.record_event()
-        with self._lock, _device_of(caller):
+        produced = self._device.new_event()
+        produced.record(self._device.current())  # read before a copy stream becomes the current one
+        with self._lock, self._device.copying():
             self.last_number += 1
             transfer = LaneTransfer(self.last_number, target, source, self._device)
             stream = self._next_stream()
@@ -111,15 +110,14 @@ class Lane:
             transfer._begun.record(stream)
             self._in_flight[transfer.number] = transfer
             try:
-                for target_chunk, source_chunk in _chunks(target, source):
-                    if transfer.num_bytes:
+                for start, stop in _chunks(target, source):
+                    if start:
                         self._between.record(stream)
                         self._last_chunk = self._between
                         stream = self._next_stream()
-                    _copy_chunk(stream, target_chunk, source_chunk)
-                    transfer.num_bytes += source_chunk.numel()
+                    self._device.copy(stream, target, source, start, stop)
+                    transfer.num_bytes = stop
             finally:
-                _set_stream(caller)
                 # Also after an error: what has been queued so far still touches both ends, and later copies still come after it.
                 transfer._ended.record(stream)
                 self._last_chunk = transfer._ended
@@ -145,7 +143,7 @@ class Lane:
                 self._measure(transfer)
         del ends  # tensors die outside the lock
 
-    def _next_stream(self) -> torch.Stream:
+    def _next_stream(self) -> Stream:
         stream = self._streams[self._num_chunks % 2]
         self._num_chunks += 1
         if self._last_chunk is not None:
@@ -186,67 +184,39 @@ def has_streams(device: torch.device) -> bool:
     return device.type not in ("cpu", "mps")
 
 
-def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[int, int]]:
     """Cut where the host address is a multiple of the chunk, so that no chunk crosses from one registered slab into the next (host.py)."""
     host = source if target.device.type != "cpu" else target
     num_bytes = host.numel()
-    first = min(num_bytes, CHUNK_BYTES - host.data_ptr() % CHUNK_BYTES)
-    num_whole, last = divmod(num_bytes - first, CHUNK_BYTES)
-    sizes = [first, *[CHUNK_BYTES] * num_whole, *([last] if last else [])]
-    return zip(target.split(sizes), source.split(sizes), strict=True)
+    start = 0
+    stop = min(num_bytes, CHUNK_BYTES - host.data_ptr() % CHUNK_BYTES)
+    while start < num_bytes:
+        yield start, stop
+        start, stop = stop, min(num_bytes, stop + CHUNK_BYTES)
 
 
 # The edges of [Note: Copy edges].
 
 
-def _wait_producer(stream: torch.Stream, produced: torch.Event) -> None:
+def _wait_producer(stream: Stream, produced: Event) -> None:
     stream.wait_event(produced)
 
 
-def _wait_previous_chunk(stream: torch.Stream, copied: torch.Event) -> None:
+def _wait_previous_chunk(stream: Stream, copied: Event) -> None:
     stream.wait_event(copied)
 
 
-def _wait_block(stream: torch.Stream, read: torch.Event) -> None:
+def _wait_block(stream: Stream, read: Event) -> None:
     stream.wait_event(read)
 
 
-def _wait_store(stream: torch.Stream, stored: torch.Event) -> None:
+def _wait_store(stream: Stream, stored: Event) -> None:
     stream.wait_event(stored)
 
 
-def _wait_copy(stream: torch.Stream, copied: torch.Event) -> None:
+def _wait_copy(stream: Stream, copied: Event) -> None:
     stream.wait_event(copied)
 
 
-# The device as lanes see it; tests put a simulated one in their place, and widen races by delaying copies.
-
-
-def _before_copy(stream: torch.Stream) -> None:
-    """Do nothing: tests queue a delay here."""
-
-
-def _copy_chunk(stream: torch.Stream, target: Tensor, source: Tensor) -> None:
-    _set_stream(stream)  # to enter and leave a stream costs several times as much, and there are thousands of chunks a second
-    target.copy_(source, non_blocking=True)
-
-
-def _set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)  # which makes its device the current one, too
-
-
-def _device_of(stream: torch.Stream) -> AbstractContextManager[object]:
-    """Return a context after which the current device is what it was."""
-    return torch.accelerator.device_index(stream.device.index)
-
-
-def _new_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device=device)
-
-
-def _new_event(device: torch.device) -> torch.Event:
-    return torch.Event(device=device, enable_timing=True)
-
-
-def _current_stream(device: torch.device) -> torch.Stream:
-    return torch.accelerator.current_stream(device)
+def _before_copy(stream: Stream) -> None:
+    """Do nothing: tests queue a delay here, so that races come out."""

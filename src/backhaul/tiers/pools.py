@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from backhaul import _torch
+
 _CHECK_EVERY_S = 1e-3
 
 
@@ -95,7 +97,7 @@ def pool_stream(tensor: Tensor) -> int | None:
 def in_current_pool(tensor: Tensor) -> bool:
     """Say whether the tensor's memory is known to go back to the pool of the current stream. On accelerators other than CUDA it is not."""
     pool = pool_stream(tensor)
-    return pool is not None and pool == torch.cuda.current_stream(tensor.device).cuda_stream
+    return pool is not None and pool == _torch.current_cuda_stream(tensor.device.index)
 
 
 def _cuda_map(device: torch.device) -> PoolMap:

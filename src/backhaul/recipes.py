@@ -1,0 +1,248 @@
+"""Recipes: how to make a saved tensor again from what its autograd node keeps.
+
+Covers: finding a recipe while a tensor is packed, and following it.
+Does not cover: which ops can be run again (recipe_ops.py), where operands come from (claims.py), how long what was made lives (remade.py).
+
+Plain code inside a forward, ``act(gate) * up``, has no module to run again. But ``tensor.grad_fn`` names the node that made a tensor, and
+the node already keeps what its backward needs, which often is what its forward needs: a product its factors, SiLU its input. An operand
+that it does not keep may be kept elsewhere, or be made from what the node before it keeps. It is certain or there is no recipe.
+
+[Note: No cycles]
+A recipe holds promises and functions, and neither the node nor any tensor with a graph. The node may have run and been freed when the
+recipe is needed; and the promise for what the node made may be held by that very node's users, so that holding it would be a cycle which
+no garbage collector sees. Promises are older than the recipe that holds them, so they do not lead back to it either.
+
+[Note: Hidden writes]
+What is saved, or taken from a promise, has a version, and one that was ever written in place has no recipe; nor has the outcome of an op
+that wrote in place. Two kinds of writes stay unseen, and then a recipe makes the value as it was before: those that autograd is not told
+of (``y.data.round_()``), and those under ``no_grad`` to a value that was never saved (``y = a * b; y.clamp_(); z = y + c``).
+"""
+
+import contextlib
+import functools
+import math
+import weakref
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.storage import UntypedStorage
+
+from backhaul import _torch
+from backhaul.claims import Eps
+from backhaul.recipe_ops import OPS, Function, Op, Output
+from backhaul.remade import Made
+from backhaul.saved import Bring, Layout, Promise
+
+MOST_STEPS = 32
+DEEPEST = 12
+DEAREST = 16  # elements to touch for each element freed: some 100 GB/s on an H200, where a link exposed gives 27 and one in use is free
+
+
+class Sources(Protocol):
+    """Where operands come from. Each method gives a promise that the recipe may hold, or ``None``."""
+
+    def of_kept(self, kept: Any) -> Promise | None:
+        """Return the promise for a tensor that a node keeps, given what some pack hook returned for it."""
+        ...
+
+    def of_output(self, node: Node, output_nr: int) -> Promise | None:
+        """Return the promise for something that a node produced, if it is promised elsewhere and has never been written in place."""
+        ...
+
+    def of_leaf(self, leaf: Tensor, user: Node) -> Promise | None:
+        """Return the promise for a leaf, if it is certain to be as it was when ``user`` ran."""
+        ...
+
+    def eps_of(self, kept: Any) -> Eps | None:
+        """Return the ``eps`` of the norm that keeps a tensor."""
+        ...
+
+
+class Step(NamedTuple):
+    """One op of a recipe."""
+
+    function: Function
+    operands: tuple[int, ...]  # which parts of the recipe
+    dtype: torch.dtype  # what comes out; an op that wrote into its operand has rounded to that
+
+
+class Recipe:
+    """Makes one storage again. ``cheap``: touches little memory for what it frees."""
+
+    __slots__ = ("cheap", "device_type", "layout", "parts")
+
+    def __init__(self, parts: "list[Promise | Step | None]", tensor: Tensor, *, cheap: bool) -> None:
+        self.parts = parts  # in order, the result last; None is an operand that is absent
+        self.device_type = tensor.device.type
+        self.layout = Layout.of(tensor)
+        self.cheap = cheap
+
+    def make(self, wanted: Made, bring: Bring) -> None:
+        """Follow the recipe. Keeps the contract of ``remade.Maker``."""
+        parts = self.parts
+        last_use = {operand: index for index, part in enumerate(parts) if isinstance(part, Step) for operand in part.operands}
+        values: list[Any] = []
+        given: list[weakref.ref[UntypedStorage]] = []
+        with torch.no_grad(), _without_autocast(self.device_type):
+            for index, part in enumerate(parts):
+                if isinstance(part, Step):
+                    values.append(part.function(*[values[operand] for operand in part.operands]).to(part.dtype))
+                    for operand in part.operands:
+                        if last_use[operand] == index:
+                            values[operand] = None
+                elif part is not None:
+                    values.append(part.restore(bring))
+                    given.append(weakref.ref(values[-1].untyped_storage()))
+                else:
+                    values.append(None)
+            wanted.fill(self._storage(values[-1], given, wanted.num_bytes))
+
+    def _storage(self, value: Tensor, given: "list[weakref.ref[UntypedStorage]]", num_bytes: int) -> UntypedStorage:
+        """Return a storage of its own in which ``value`` lies as the original did."""
+        storage = value.untyped_storage()
+        if Layout.of(value) == self.layout and storage.nbytes() == num_bytes and not any(each() is storage for each in given):
+            return storage
+        target = torch.empty(num_bytes, dtype=torch.uint8, device=value.device).untyped_storage()
+        self.layout.view(target).copy_(value)
+        return target
+
+
+def recipe_for(tensor: Tensor, sources: Sources, *, cheap_only: bool = True) -> Recipe | None:
+    """Return the recipe for the whole storage of a tensor that is being packed, where there is one that is certain to give the same bits.
+
+    The tensor is a plain strided one that has been saved by nobody else. Its storage is made as the tensor that it is a view of, if it is.
+    """
+    base = _torch.view_base(tensor)
+    whole = tensor if base is None else base
+    node = whole.grad_fn
+    if node is None or (op := OPS.get(node.name())) is None:
+        return None
+    shape, dtype = whole.shape, whole.dtype
+    num_elements = shape.numel()
+    if (
+        _torch.version_of(whole)
+        or not shape
+        or dtype.is_complex
+        or type(whole) is not Tensor
+        or num_elements * dtype.itemsize != whole.untyped_storage().nbytes()
+    ):
+        return None
+    writer = _Writer(sources, whole.device)
+    if writer.write(node, op, Output(whole.output_nr, shape, dtype), 0) is None:
+        return None
+    cheap = writer.num_touched <= DEAREST * num_elements
+    return Recipe(writer.parts, whole, cheap=cheap) if cheap or not cheap_only else None
+
+
+class _Later(NamedTuple):
+    """An operand that is to be made, too."""
+
+    node: Node
+    op: Op
+    out: Output
+
+
+class _Writer:
+    """Writes the parts of one recipe. Methods return the number of a part, or ``None`` where there is no recipe."""
+
+    def __init__(self, sources: Sources, device: torch.device) -> None:
+        self.sources = sources
+        self.device = device
+        self.parts: list[Promise | Step | None] = []
+        self.known: dict[tuple[Node, int], int] = {}  # what is needed twice is restored or made once
+        self.num_steps = 0
+        self.num_touched = 0  # elements
+
+    def write(self, node: Node, op: Op, out: Output, depth: int) -> int | None:
+        """Write what makes one output of ``node``."""
+        self.num_steps += 1
+        if self.num_steps > MOST_STEPS or (op.is_norm and out.nr):
+            return None
+        operands = self._operands(node, op, depth)  # all of them before going deeper: what fails mostly fails at once
+        if operands is None:
+            return None
+        if self.device.type == "cpu" and op.rounds(node) and (depth or any(isinstance(each, _Later) for each in operands)):
+            return None  # recipe_ops.py, [Note: Same bits]
+        function = op.function(node, out)
+        if op.is_norm:
+            eps = self.sources.eps_of(_torch.kept_by(node, "input"))
+            if eps is None:
+                return None
+            function = functools.partial(function, eps=eps[0])
+        numbers: list[int] = []
+        for operand in operands:
+            number = self._make(operand, depth + 1) if isinstance(operand, _Later) else operand
+            if number is None:
+                return None
+            numbers.append(number)
+        if not op.is_view:
+            self.num_touched += math.prod(out.shape)
+        return self._add(Step(function, tuple(numbers), out.dtype))
+
+    def _operands(self, node: Node, op: Op, depth: int) -> "list[int | _Later] | None":
+        operands: list[int | _Later] = []
+        for place, (before, output_nr) in enumerate(node.next_functions):
+            kept = _torch.kept_by(node, op.keeps[place]) if op.keeps else None
+            if kept is None and before is None and op.is_norm:
+                operands.append(self._add(None))
+                continue
+            operand = self._operand(node, kept, before, output_nr, depth)
+            if operand is None:
+                return None
+            operands.append(operand)
+        for name in op.extras:
+            kept = _torch.kept_by(node, name)
+            in_list = isinstance(kept, tuple)
+            for each in kept if in_list else (kept,):
+                promise = self.sources.of_kept(each)
+                if promise is None and not (in_list and each is None):
+                    return None
+                operands.append(self._add(promise))
+        return operands
+
+    def _operand(self, node: Node, kept: Any, before: Node | None, output_nr: int, depth: int) -> "int | _Later | None":
+        if before is None:
+            promise = self.sources.of_kept(kept)
+            return None if promise is None else self._add(promise)
+        number = self.known.get((before, output_nr))
+        if number is not None:
+            return number
+        promise = self.sources.of_kept(kept)
+        if promise is None:
+            out = _torch.output_of(before, output_nr)
+            if out.device != self.device:
+                return None
+            promise = self.sources.of_output(before, output_nr)
+            name = before.name()
+            if promise is None and name == "torch::autograd::AccumulateGrad":
+                promise = self.sources.of_leaf(before.variable, node)  # type: ignore[attr-defined]
+            if promise is None:
+                op = OPS.get(name)
+                shape, dtype = out.shape, out.dtype
+                if op is None or depth == DEEPEST or not shape or dtype.is_complex:
+                    return None
+                return _Later(before, op, Output(output_nr, shape, dtype))
+        number = self.known[before, output_nr] = self._add(promise)
+        return number
+
+    def _make(self, operand: _Later, depth: int) -> int | None:
+        key = operand.node, operand.out.nr
+        number = self.known.get(key)
+        if number is None:
+            number = self.write(operand.node, operand.op, operand.out, depth)
+            if number is not None:
+                self.known[key] = number
+        return number
+
+    def _add(self, part: "Promise | Step | None") -> int:
+        self.parts.append(part)
+        return len(self.parts) - 1
+
+
+def _without_autocast(device_type: str) -> "contextlib.AbstractContextManager[Any]":
+    """Return a context in which ops take their operands as they are: what autocast cast was saved cast, or is a cast of its own."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

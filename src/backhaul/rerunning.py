@@ -1,0 +1,189 @@
+"""The second run of a module's forward.
+
+Covers: collecting what is wanted, in the order of the first run; ending early; telling that it does something else than the first.
+Does not cover: what the first run notes (recomputing.py).
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from backhaul import _torch
+from backhaul._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from backhaul.choices import Replaying
+from backhaul.parts import Part, flatten, layout_of, plain_parts
+from backhaul.remade import Made
+from backhaul.saved import Bring, Layout, flat
+from backhaul.watching import Watching, fingerprint
+
+if TYPE_CHECKING:
+    from backhaul.recomputing import Unit
+
+
+class _Enough(BaseException):
+    """Ends a run early. Not an ``Exception``, which a module may catch."""
+
+
+class Rerun:
+    """One more run of a unit's forward."""
+
+    def __init__(self, unit: "Unit") -> None:
+        self.unit = unit
+        parts = (*(part for pack in unit.packs for part in pack), *unit.outputs)
+        mades = [made for part in parts if part.made is not None and (made := part.made()) is not None]
+        self.waiting = {id(made): made for made in mades if made.wanted}
+        self.filled: list[Made] = []
+        self.num_packs = 0
+        self.num_held = 0  # how many operations or modules have returned something that will be overwritten
+        self.unchecked: list[tuple[Tensor, Part, str]] = []
+        self.calls: dict[str, int] = {}
+        self.thread = threading.get_ident()
+
+    def run(self, bring: Bring) -> None:
+        """Fill all that is wanted, or nothing."""
+        unit = self.unit
+        args, kwargs = unit.arguments(bring)
+        try:
+            with contextlib.suppress(_Enough), unit.surroundings.again(), self._replaying(bring):
+                self._end(self._call(args, kwargs))
+        except BaseException:
+            for made in self.filled:
+                made.storage = None
+            raise
+        unit.keeper.recomputed(unit.site.fqn, sum(made.num_bytes for made in self.filled))
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        """Call the forward; as in scopes.py, whatever interrupts leaves no hooks behind."""
+        unit, here = self.unit, self.unit.keeper.here
+        outer, pack, unpack = here.unit, self.pack, self.unpack
+        try:
+            here.unit = unit
+            push_saved_tensors_hooks(pack, unpack)
+            return unit.forward(*args, **kwargs)
+        finally:
+            here.unit = outer
+            pop_saved_tensors_hooks()
+
+    @contextlib.contextmanager
+    def _replaying(self, bring: Bring) -> Iterator[None]:
+        """Have choices made as they were, and outputs that were kept in place of those returned now."""
+        unit = self.unit
+        with contextlib.ExitStack() as stack:
+            if unit.recording is not None and unit.recording.chosen:
+                stack.enter_context(Replaying(unit.recording.chosen, bring, self.hold, unit.differs))
+            if unit.inside is not None and unit.inside.kept:
+                kept = {part: name for part, name in unit.site.watched.items() if name in unit.inside.kept}
+                began, ended = self._begin_holding, self._put_back
+                stack.enter_context(Watching(kept, lambda _: began(), lambda name, output: ended(name, output, bring)))
+            yield
+
+    def pack(self, tensor: Tensor) -> Tensor | None:
+        """Collect a tensor that is saved again. The graph of this run gets it only where the forward itself runs a backward."""
+        unit = self.unit
+        if self.thread == threading.get_ident() and (type(tensor) is Tensor or not _torch.is_fake(tensor)):
+            num = self.num_packs
+            if num == len(unit.packs):
+                raise unit.differs(f"it saves more than the {num} tensors that it saved the first time")
+            self.num_packs += 1
+            self._collect(list(plain_parts(tensor)) if unit.packs[num] else [], unit.packs[num], f"saved tensor {num}")
+            self._stop_if_done()
+        return tensor.detach() if unit.needs_graph else None
+
+    def unpack(self, value: Tensor | None) -> Tensor:
+        """Give a tensor back to a backward that the forward runs."""
+        if value is None:
+            raise self.unit.differs("it runs a backward pass that it did not run the first time")
+        return value
+
+    def _collect(self, tensors: list[Tensor], parts: "tuple[Part, ...] | list[Part]", what: str) -> None:
+        if len(tensors) != len(parts):
+            raise self.unit.differs(f"{what} consists of {len(tensors)} plain tensors the second time and of {len(parts)} the first")
+        for tensor, part in zip(tensors, parts, strict=True):
+            layout = layout_of(tensor)
+            if layout != part.layout:
+                raise self.unit.differs(
+                    f"{what} is {_describe(layout)} the second time and {_describe(part.layout)} the first", part.inside
+                )
+            if part.print is not None:
+                self.unchecked.append((tensor.detach(), part, what))
+            made = part.made() if part.made is not None else None
+            if made is not None and self.waiting.pop(id(made), None) is not None:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() != made.num_bytes:
+                    raise self.unit.differs(f"{what} lies in {storage.nbytes()} bytes the second time and in {made.num_bytes} the first")
+                made.fill(storage)
+                self.filled.append(made)
+        self._compare()
+
+    def _compare(self) -> None:
+        """Compare values with those of the first run, once they are final."""
+        if self.num_held:
+            return
+        unchecked, self.unchecked = self.unchecked, []
+        for tensor, part, what in unchecked:
+            if fingerprint(tensor) != part.print:
+                raise self.unit.differs(f"{what} ({_describe(part.layout)}) has other values than the first time", part.inside)
+
+    def _stop_if_done(self) -> None:
+        if not self.waiting and not self.num_held and not self.unit.site.verify:
+            raise _Enough
+
+    def _end(self, output: Any) -> None:
+        """Collect what was returned; nothing may be missing now."""
+        unit = self.unit
+        if self.num_packs != len(unit.packs):
+            raise unit.differs(f"it saves {self.num_packs} tensors the second time and {len(unit.packs)} the first")
+        leaves = flatten((output,))[0]
+        self._collect(
+            [plain for leaf in leaves if isinstance(leaf, Tensor) for plain in plain_parts(leaf)], unit.outputs, "what it returns"
+        )
+        assert not self.waiting
+
+    # Results that will be overwritten
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Neither end nor compare before this context is left: what is saved in it will be overwritten."""
+        self._begin_holding()
+        yield
+        self._end_holding()
+
+    def _begin_holding(self) -> None:
+        self.num_held += 1
+
+    def _end_holding(self) -> None:
+        self.num_held -= 1
+        self._compare()
+        self._stop_if_done()
+
+    def _put_back(self, name: str, output: Any, bring: Bring) -> None:
+        """Overwrite what a module inside has returned by what it returned the first time."""
+        assert self.unit.inside is not None
+        call = self.calls.get(name, 0)
+        self.calls[name] = call + 1
+        calls = self.unit.inside.kept[name]
+        tensors = [leaf for leaf in flatten((output,))[0] if isinstance(leaf, Tensor)]
+        if call >= len(calls) or len(tensors) != len(calls[call]):
+            raise self.unit.differs("it is called more often the second time, or returns more or less", name)
+        with torch.no_grad():
+            for tensor, promise in zip(tensors, calls[call], strict=True):
+                if promise is not None:
+                    for target, source in zip(plain_parts(tensor), plain_parts(promise.restore(bring)), strict=True):
+                        self._overwrite(target, source, name)
+        self._end_holding()
+
+    def _overwrite(self, target: Tensor, source: Tensor, name: str) -> None:
+        if layout_of(target) != layout_of(source):
+            now, then = _describe(layout_of(target)), _describe(layout_of(source))
+            raise self.unit.differs(f"it returns {now} the second time and {then} the first", name)
+        flat(target.untyped_storage()).copy_(flat(source.untyped_storage()))
+
+
+def _describe(layout: Layout | None) -> str:
+    if layout is None:
+        return "no plain tensor"
+    return f"{str(layout.dtype).removeprefix('torch.')}{list(layout.size)} with stride {layout.stride} at {layout.offset}"

@@ -1,0 +1,1 @@
+"""Pipelines: schedules of ``torch.distributed.pipelining`` over gloo, and the same orders in one process."""
