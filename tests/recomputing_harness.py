@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backhaul import _torch
 from backhaul.kinds import is_parameter
 from backhaul.recomputing import Site, Unit, run_unit
 from backhaul.remade import Made, Outputs, Remade
@@ -42,7 +43,7 @@ class Harness:
     def _wrap(self, module: nn.Module, site: Site) -> None:
         forward = module.forward
         module.__dict__["forward"] = lambda *args, **kwargs: (
-            run_unit(site, self, forward, args, kwargs) if not torch._C._current_graph_task_id() != -1 else forward(*args, **kwargs)
+            forward(*args, **kwargs) if _torch.inside_backward() else run_unit(site, self, forward, args, kwargs)
         )
         self.undo.append(lambda: module.__dict__.pop("forward"))
 

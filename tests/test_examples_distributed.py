@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -25,9 +23,8 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d: loss (.*)", output)]
 
 
-@pytest.mark.parametrize("schedule", [[], ["ZBVZeroBubble"]], ids=["Interleaved1F1B", "ZBVZeroBubble"])
-def test_the_pipeline_trains_and_every_stage_keeps_little(schedule):
-    output = torchrun("pipeline.py", *schedule)
+def test_the_pipeline_trains_and_every_stage_keeps_little():
+    output = torchrun("pipeline.py", "ZBVZeroBubble")
     assert len(losses(output)) == 5
     assert losses(output) == sorted(losses(output), reverse=True)
     stages = re.findall(r"stage (\d): (\d+)% of what was saved has been away, at most (.*) MB stayed", output)

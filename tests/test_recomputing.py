@@ -65,29 +65,29 @@ class Double(torch.autograd.Function):
     """Saves an input, a result and a number."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float, num_reads: int) -> Tensor:
         y = (x * factor).exp()
         ctx.save_for_backward(x, y)
-        ctx.factor = factor
+        ctx.factor, ctx.num_reads = factor, num_reads
         return y
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        x, y = ctx.saved_tensors
-        assert ctx.saved_tensors[1].equal(y)
-        return g * y * ctx.factor + 0 * x, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        for _ in range(ctx.num_reads):
+            x, y = ctx.saved_tensors
+        return g * y * ctx.factor + 0 * x, None, None
 
 
 class Custom(nn.Module):
     """A custom Function between two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_reads: int = 1) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.first, self.last, self.num_reads = nn.Linear(16, 16), nn.Linear(16, 16), num_reads
 
     def forward(self, x: Tensor) -> Tensor:
         """Run it."""
-        return self.last(Double.apply(self.first(x).tanh(), 0.5))
+        return self.last(Double.apply(self.first(x).tanh(), 0.5, self.num_reads))
 
 
 UNITS: dict[str, Callable[[], nn.Module]] = {
@@ -106,6 +106,7 @@ UNITS: dict[str, Callable[[], nn.Module]] = {
     "block": Block,
     "two blocks": lambda: nn.Sequential(Block(), Block()),
     "custom function": Custom,
+    "saved tensors read twice": lambda: Custom(num_reads=2),
     "lstm": lambda: Code(lambda self, x: self.part(x)[0], nn.LSTM(16, 16, batch_first=True)),
     "encoder layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
     "inner in-place": lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16)),
@@ -217,6 +218,20 @@ def test_what_was_saved_inside_and_returned_is_freed_and_what_was_made_again_too
     loss.backward()
     assert len(seen) == 8
     assert all(storage() is None for storage in seen)  # though `loss` and its graph are alive
+
+
+def test_a_run_that_ends_early_leaves_no_cycle() -> None:
+    seen: list[weakref.ref[Any]] = []
+    model = Code(lambda self, x: x + self.part(x), nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
+    model.part[0].register_forward_hook(lambda _, args, output: seen.append(weakref.ref(output.untyped_storage())))
+    model.part[1].register_forward_hook(lambda _, args, output: seen.append(weakref.ref(output.untyped_storage())))
+    gc.disable()
+    try:
+        Harness(model, ("part",))(leaf(3, 16)).sum().backward()
+        assert len(seen) == 3  # it ended in tanh
+        assert all(storage() is None for storage in seen)
+    finally:
+        gc.enable()
 
 
 def test_a_value_made_again_lives_until_its_last_user_has_had_it() -> None:
@@ -413,15 +428,16 @@ def test_arguments_and_results_of_any_structure() -> None:
 
 
 def test_views_of_one_output_are_made_together() -> None:
-    model = Around(Code(lambda self, x: self.part(x).chunk(2, -1), nn.Linear(16, 32)))
-    model.after = Code(lambda self, x: (x * x).sum())
-    run = lambda self, x: (lambda halves: (halves[0] * halves[1]).exp())(self.part(self.last(x)))
-    model = Code(run, model.unit, nn.Linear(16, 16))
-    x = leaf(3, 16)
+    def forward(self: Code, x: Tensor) -> Tensor:
+        left, right = self.part(x)
+        return (left * right).exp()
+
+    model, x = Code(forward, Code(lambda self, x: self.part(x).chunk(2, -1), nn.Linear(16, 32))), leaf(3, 16)
     expected = step(model, model, x)
     harness = Harness(model, ("part",))
     assert same(step(harness, model, x), expected)
     assert harness.num_runs["part"] == 1
+    assert harness.num_bytes == 3 * 32 * 4
 
 
 def test_an_output_written_in_place_is_saved_as_it_is_then() -> None:

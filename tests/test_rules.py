@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backhaul import _torch, engine, scopes
 from backhaul.engine import Engine
+from backhaul.moving import Mover
 from backhaul.flow import Flow
 from backhaul.registry import Registry
 from backhaul.saved import Blob, Saved, View
@@ -307,29 +308,29 @@ def test_rule_7_the_budget_holds(monkeypatch):
 
 def test_rule_7_a_reloaded_blob_keeps_its_copy(monkeypatch):
     def give_the_copy_up(patches: Patch) -> None:
-        reload = Engine._reload
+        reload = Mover._reload
 
-        def forgetful(self: Engine, station: Any, blob: Any) -> None:
+        def forgetful(self: Mover, station: Any, blob: Any) -> None:
             reload(self, station, blob)
             if blob.incoming is not None:
                 blob.incoming.wait()
-                self.tier.free(blob.slot)
+                blob.tier.free(blob.slot)
                 blob.slot, blob.stored = None, False
 
-        patches.setattr(Engine, "_reload", forgetful)
+        patches.setattr(Mover, "_reload", forgetful)
 
     assert_holds_only_with_the_rule(monkeypatch, check_a_second_release_needs_no_copy, give_the_copy_up)
 
 
 def test_rule_7_a_full_tier_keeps_the_tensor_on_the_device(monkeypatch):
     def pass_the_error_on(patches: Patch) -> None:
-        failed = Engine._tier_failed
+        failed = Mover._tier_failed
 
-        def raising(self: Engine, station: Any, blob: Any, error: Exception) -> None:
+        def raising(self: Mover, station: Any, blob: Any, error: Exception) -> None:
             failed(self, station, blob, error)
             raise error
 
-        patches.setattr(Engine, "_tier_failed", raising)
+        patches.setattr(Mover, "_tier_failed", raising)
 
     assert_holds_only_with_the_rule(monkeypatch, check_a_full_tier_never_exceeds_its_capacity, pass_the_error_on)
 
@@ -399,7 +400,7 @@ def test_rule_9_eval_runs_untouched(monkeypatch):
     def look_at_no_mode(patches: Patch) -> None:
         enter = Engine.enter
 
-        def always(self: Engine, module: nn.Module, fqn: str, *, is_root: bool) -> Any:
+        def always(self: Engine, module: nn.Module, fqn: str, *, is_root: bool, **more: Any) -> Any:
             module.training = True
             return enter(self, module, fqn, is_root=is_root)
 

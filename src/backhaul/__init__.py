@@ -4,7 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backhaul.api import Handle, offload, release_host_memory
+    from backhaul import presets
+    from backhaul.actions import Offload, Recompute, Save
+    from backhaul.api import Handle, apply, offload, release_host_memory
+    from backhaul.plans import Plan
     from backhaul.reporting import Report, Stats
     from backhaul.tiers.base import Tier, TierFull
     from backhaul.tiers.disk import Disk
@@ -15,11 +18,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "Disk": "backhaul.tiers.disk",
     "Handle": "backhaul.api",
+    "Offload": "backhaul.actions",
     "PinnedHost": "backhaul.tiers.host",
+    "Plan": "backhaul.plans",
+    "Recompute": "backhaul.actions",
     "Report": "backhaul.reporting",
+    "Save": "backhaul.actions",
     "Stats": "backhaul.reporting",
     "Tier": "backhaul.tiers.base",
     "TierFull": "backhaul.tiers.base",
+    "apply": "backhaul.api",
     "offload": "backhaul.api",
     "release_host_memory": "backhaul.api",
 }
@@ -27,12 +35,18 @@ _HOMES = {
 __all__ = [
     "Disk",
     "Handle",
+    "Offload",
     "PinnedHost",
+    "Plan",
+    "Recompute",
     "Report",
+    "Save",
     "Stats",
     "Tier",
     "TierFull",
+    "apply",
     "offload",
+    "presets",
     "release_host_memory",
 ]
 
@@ -40,6 +54,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "presets":
+        return importlib.import_module("backhaul.presets")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

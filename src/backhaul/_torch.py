@@ -7,7 +7,7 @@ Does not cover: decisions; these are one-line answers.
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -292,18 +292,26 @@ def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | No
     return result
 
 
-Tables = list[dict[str, Tensor | None]]
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor, bool]]:
+    """Return a module's own parameters, and then its buffers: their names, and whether each is a buffer.
 
-
-def tensor_tables(module: nn.Module) -> Tables:
-    """Return the very dictionaries in which a module and those inside it have their parameters and buffers.
-
-    Why: versions are read at every forward of a recomputed module, and ``named_parameters`` takes microseconds for each. Public
+    Why: they are looked at in every forward of a recomputed module, and ``named_parameters`` takes microseconds for each. Public
     replacement: none.
     """
-    return [table for part in module.modules() for table in (part._parameters, part._buffers)]  # type: ignore[misc]
+    tables = ((module._parameters, False), (module._buffers, True))
+    return [(name, tensor, is_buffer) for table, is_buffer in tables for name, tensor in table.items() if tensor is not None]
 
 
-def versions_of(tables: Tables) -> list[int]:
-    """Return the versions of all tensors there. Why, and public replacement: as for ``version_of``."""
-    return [tensor._version for table in tables for tensor in table.values() if tensor is not None]
+def versions_of(modules: Iterable[nn.Module | None]) -> list[tuple[int, int]]:
+    """Return which parameters and buffers modules have of their own, by their ids, and their versions, ordered as above.
+
+    Why, and public replacement: as for ``named_tensors``.
+    """
+    return [
+        (id(tensor), tensor._version)
+        for module in modules
+        if module is not None
+        for table in (module._parameters, module._buffers)
+        for tensor in table.values()
+        if tensor is not None
+    ]

@@ -5,7 +5,8 @@ Does not cover: how anything is done (engine.py and below).
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +18,10 @@ from backhaul.scopes import Wrapper, blocks_of, clean_fqn, paused, region, wrapp
 from backhaul.sizes import parse_bytes
 from backhaul.tiers.base import Tier
 
+if TYPE_CHECKING:
+    from backhaul.actions import Action
+    from backhaul.plans import Plan
+
 MIN_BYTES = 1 << 20
 
 
@@ -26,10 +31,14 @@ class Handle:
     Dropping the handle changes nothing: the modules stay managed until ``remove``, or until they are gone themselves.
     """
 
-    def __init__(self, engine: Engine, wrappers: Sequence[Wrapper], *, owns_tier: bool) -> None:
+    def __init__(
+        self, engine: Engine, wrappers: Sequence[Wrapper], *, owns_tier: bool, tiers: Sequence[Tier] = (), strangers: Sequence[Tier] = ()
+    ) -> None:
         self._engine = engine
         self._wrappers = wrappers
-        self._owns_tier = owns_tier
+        self._owned = [engine.tier] if owns_tier else []  # closed at the end
+        self._owned += tiers
+        self._tiers = list(dict.fromkeys((engine.tier, *tiers, *strangers)))  # all that tensors move to
 
     def __enter__(self) -> "Handle":
         return self
@@ -47,24 +56,24 @@ class Handle:
         with engine.lock:
             engine.tidy_up()
             tally, stations = engine.tally, engine.stations.values()
-            on_disk = engine.tier.name == "disk"
-            used, peak = engine.tier.used_bytes, engine.tier.peak_bytes
+            disks = [tier for tier in self._tiers if tier.name == "disk"]
+            hosts = [tier for tier in self._tiers if tier.name != "disk"]
             kept_by_reason = tally.kept_by_reason()
             return Stats(
                 saved_bytes=tally.saved_bytes,
-                kept_bytes=tally.saved_bytes - tally.offloaded_bytes,
+                kept_bytes=tally.saved_bytes - tally.offloaded_bytes - tally.recomputed_bytes,
                 kept_by_reason=kept_by_reason,
                 offloaded_bytes=tally.offloaded_bytes,
                 reloaded_bytes=tally.reloaded_bytes,
-                recomputed_bytes=0,
+                recomputed_bytes=tally.recomputed_bytes,
                 futile_bytes=tally.futile_bytes,
                 resident_bytes=sum(station.flow.resident_bytes for station in stations),
                 peak_resident_bytes=sum(station.peak_resident_bytes for station in stations),
-                host_bytes=0 if on_disk else used,
-                peak_host_bytes=0 if on_disk else peak,
-                disk_bytes=used if on_disk else 0,
-                peak_disk_bytes=peak if on_disk else 0,
-                pageable_bytes=engine.tier.pageable_bytes,
+                host_bytes=sum(tier.used_bytes for tier in hosts),
+                peak_host_bytes=sum(tier.peak_bytes for tier in hosts),
+                disk_bytes=sum(tier.used_bytes for tier in disks),
+                peak_disk_bytes=sum(tier.peak_bytes for tier in disks),
+                pageable_bytes=sum(tier.pageable_bytes for tier in self._tiers),
                 num_offloads=tally.num_offloads,
                 num_demand_reloads=tally.num_demand_reloads,
                 exposed_ms=sum(station.waits.total_ms for station in stations),
@@ -73,7 +82,8 @@ class Handle:
     def report(self) -> Report:
         """Return what was done: print it, or take ``to_dict()``."""
         stats, tally = self.stats, self._engine.tally
-        note = "" if stats.offloaded_bytes else f"nothing was offloaded: {tally.why_nothing(self._engine.min_bytes)}"
+        moved = stats.offloaded_bytes or stats.recomputed_bytes
+        note = "" if moved else f"nothing was offloaded: {tally.why_nothing(self._engine.min_bytes)}"
         return Report(stats=stats, modules=tally.modules(), note=note)
 
     def region(self) -> contextlib.AbstractContextManager[None]:
@@ -103,8 +113,9 @@ class Handle:
         engine = self._engine
         with engine.lock:
             engine.tidy_up()
-            if self._owns_tier and not engine.closed:
-                engine.tier.close()
+            if not engine.closed:
+                for tier in self._owned:
+                    tier.close()
             engine.closed = True
 
 
@@ -151,6 +162,65 @@ def offload(
                 if wrapper_of(block) is None:
                     wrappers.append(Wrapper(engine, block, clean_fqn(f"{prefix}.{name}" if prefix else name), is_root=False))
     return Handle(engine, wrappers, owns_tier=not isinstance(tier, Tier))
+
+
+def apply(
+    model: nn.Module,
+    plan: "Plan | Mapping[str, Action | str]",
+    *,
+    activation_budget: int | str | None = None,
+    tier: "str | Tier | None" = None,
+    min_bytes: int | str | None = None,
+    verify_recompute: bool = False,
+) -> Handle:
+    """Keep, move or make again what ``model`` saves for backward, module by module as ``plan`` says.
+
+    Where the action is ``"offload"``, saved tensors move as with ``offload``; and those that plain code makes cheaply from what is kept in
+    any case (products, activations, norms, casts, gathers) are made again, if that is certain to give the same bits. Where it is
+    ``"recompute"``, a module keeps what it was called with alone, and runs again when what it has saved, or returned, is needed. Where it
+    is ``"save"``, the device keeps them. A storage that several modules save is kept if any of them says so; else it is made again if its
+    producer says so.
+
+    Args:
+        model: one module, whose forward is a frame.
+        plan: a ``Plan``, or its rules: globs over module names, and an action for each; what no rule covers is saved.
+        activation_budget: as with ``offload``.
+        tier: as with ``offload``; a rule can name another (``bh.Offload(tier="disk")``).
+        min_bytes: as with ``offload``; what a recomputed module saves inside is made again whatever its size.
+        verify_recompute: compare values that are made again with what they were, and raise where they differ. Slow: for finding out.
+
+    Raises:
+        ValueError: for a rule that matches nothing or that contradicts another, an unknown action, a plan for another model, a rule that
+            reaches into a compiled module, and for what ``offload`` refuses. In the first forward, for a module that cannot run twice.
+
+    >>> import torch, backhaul as bh
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    >>> with bh.apply(model, {"0": "recompute", "2": "recompute", "*": "offload"}, tier="host", activation_budget=0, min_bytes=0) as handle:
+    ...     model(torch.ones(32, 64)).sum().backward()
+    >>> handle.stats.recomputed_bytes, handle.stats.offloaded_bytes  # outputs of norm and GELU; inputs of both
+    (16640, 16384)
+    """
+    from backhaul.applying import wrappers_for
+    from backhaul.plans import Plan
+
+    named = _named_modules(model)
+    if len(named) != 1 or named[0][1] is not model:
+        raise ValueError("a plan is applied to one module that is called itself; a ModuleList is not, so apply to each of its elements")
+    plan = plan if isinstance(plan, Plan) else Plan(plan)
+    budget = None if activation_budget is None else parse_bytes(activation_budget, what="activation_budget")
+    smallest = MIN_BYTES if min_bytes is None else parse_bytes(min_bytes, what="min_bytes")
+    engine = Engine([model], tier=_tier(tier, named), activation_budget=budget, min_bytes=smallest)
+    others: dict[str, Tier] = {}  # by name
+
+    def tier_of(wanted: "str | Tier") -> Tier:
+        if isinstance(wanted, Tier):
+            return wanted
+        if wanted == engine.tier.name:
+            return engine.tier
+        return others.setdefault(wanted, _tier(wanted, named))
+
+    wrappers, strangers = wrappers_for(engine, model, plan, tier_of, verify=verify_recompute)
+    return Handle(engine, wrappers, owns_tier=not isinstance(tier, Tier), tiers=list(others.values()), strangers=strangers)
 
 
 def release_host_memory() -> None:

@@ -1,8 +1,8 @@
 """Pack and unpack: what happens to each saved tensor of a managed module.
 
-Covers: which tensors may move, carrying out what flow.py decides, what is counted. One engine belongs to one handle.
-Does not cover: when anything moves (flow.py), how (tiers/), what autograd is given to hold (saved.py), where the hooks are entered
-(scopes.py).
+Covers: frames, which promise a tensor gets, what is counted. One engine belongs to one handle.
+Does not cover: when anything moves (flow.py), carrying that out (moving.py), what autograd is given to hold (saved.py, remade.py), where
+the hooks are entered (scopes.py).
 
 [Note: Locking]
 One reentrant lock an engine. Finalizers do not take it (registry.py).
@@ -12,13 +12,11 @@ A KeyboardInterrupt may come between any two steps here and in flow.py, and leav
 are kept, what has left is brought back when it is needed, flow.py is not asked. Once nothing of that step is alive the counts begin anew.
 """
 
-import contextlib
 import itertools
+import sys
 import threading
-import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +24,21 @@ from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul.flow import CopyOut, Decision, Link, Release
+from backhaul.claims import norm_eps
+from backhaul.flow import Link
 from backhaul.kinds import cast_parameter, is_parameter, parameter_versions, size_in_memory, take_apart, why_it_stays
+from backhaul.moving import Mover, Warner
+from backhaul.operands import OwnClaims, Shapes
+from backhaul.recipes import recipe_for
+from backhaul.recomputing import run_unit
 from backhaul.registry import Record, Registry, Steady
+from backhaul.remade import Made, Outputs, Remade
 from backhaul.reporting import Tally
 from backhaul.saved import Blob, Kept, Layout, Parts, Promise, Recast, Saved, View
-from backhaul.scopes import Frame, Here, Scope, Storages, groups_of, hooks_owner, plain_tensors
+from backhaul.scopes import OFFLOAD, Duty, Frame, Here, Scope, Storages, groups_of, hooks_owner, plain_tensors
 from backhaul.sizes import format_bytes
 from backhaul.stations import Station
-from backhaul.tiers.base import Tier, TierFull
+from backhaul.tiers.base import Tier
 
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
 MOST_FUTILE = 2  # steps in which copying a key freed nothing, after which it is left alone
@@ -44,6 +48,8 @@ DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at o
 
 class Engine:
     """The saved-tensor hooks of one handle."""
+
+    has_plan = False  # tensors may be made again, rather than kept or moved
 
     def __init__(self, modules: Sequence[nn.Module], *, tier: Tier, activation_budget: int | None, min_bytes: int) -> None:
         self.modules = [weakref.ref(module) for module in modules]
@@ -56,18 +62,21 @@ class Engine:
         self.stations: dict[torch.device, Station] = {}
         self.registry = Registry(self._blob_is_gone, self._frame_is_over)
         self.owned = Storages()
-        self.futile: Counter[Any] = Counter()
+        self.default = OFFLOAD  # what is asked for where no module says otherwise
         self.nums = itertools.count()
         self.closed = False
         self._steady = Steady()
-        self._warned: set[str] = set()
+        self.warner = Warner()
+        self.mover = Mover(self.registry, self.tally, self._steady, self.warner)
+        self.claims = OwnClaims(self.is_unwritten)
+        self._shapes = Shapes(self.mover)
         self._casts_seen = False
         self._versions: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # of parameters, when the newest frame began
         self._accelerated: bool | None = None
 
     # Entering and leaving
 
-    def enter(self, module: nn.Module, fqn: str, *, is_root: bool) -> Scope | None:
+    def enter(self, module: nn.Module, fqn: str, *, is_root: bool, duty: Duty = OFFLOAD) -> Scope | None:
         """Return the scope of a module that is about to run: of a new frame, or of the one it runs in."""
         here = self.here
         if here.paused or not torch.is_grad_enabled():
@@ -75,17 +84,19 @@ class Engine:
         if _torch.inside_backward():
             obstacle = "it runs inside a checkpoint, whose recomputation goes on undisturbed; manage what is around it"
         elif here.scope is not None:
-            return Scope(here.scope.frame, fqn, module)
+            outer = here.scope
+            return Scope(outer.frame, fqn, module, duty if duty.site is None else outer.duty, duty.site)
         elif not is_root or module.training:
-            return self.begin_frame(fqn, module) if is_root else None
+            return self.begin_frame(fqn, module, duty) if is_root else None
         else:
             obstacle = "it is in eval mode"
         if is_root and here.scope is None:
             self._turn_away(obstacle)
         return None
 
-    def begin_frame(self, fqn: str, module: nn.Module | None) -> Scope | None:
+    def begin_frame(self, fqn: str, module: nn.Module | None, duty: Duty | None = None) -> Scope | None:
         """Open a frame, and a step with it where none is open. Return ``None`` where the hooks have to stay away."""
+        duty = self.default if duty is None else duty
         name = fqn or "the managed module"
         if _torch.inside_checkpoint():
             self._turn_away("it runs inside a checkpointed region, where hooks would switch recomputation off; manage what is around it")
@@ -111,7 +122,7 @@ class Engine:
                 self.owned.refresh(self._alive())
                 for station in self.stations.values():
                     station.check_budget(self.tally.reasons())
-            if self._casts_seen or not self._versions:
+            if self._casts_seen or self.has_plan or not self._versions:
                 self._versions = parameter_versions(self._alive())
             frame = Frame(next(self.nums), self.registry.grave)
             step_begins = not self.registry.frames
@@ -120,7 +131,18 @@ class Engine:
                 if step_begins:
                     station.timeline.is_watched = station.flow.wants_times
                 station.flow.open_frame(frame.num)
-            return Scope(frame, fqn, module)
+            self.here.outputs = Outputs() if self.has_plan else None
+            return Scope(frame, fqn, module, duty if duty.site is None else self.default, duty.site)
+
+    def run(self, scope: Scope, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run ``forward`` in its scope: as a unit, if it is one."""
+        if scope.site is not None:
+            return run_unit(scope.site, self, forward, args, kwargs)
+        result = forward(*args, **kwargs)
+        if scope.duty.recipes:
+            with self.lock, self._steady:
+                self._shapes.settle(scope, result)
+        return result
 
     def passed(self) -> None:
         """Note that a frame's forward has ended; warn once when three have moved nothing."""
@@ -137,19 +159,16 @@ class Engine:
         tally = self.tally
         if (tally.num_passes or tally.num_turned_away) >= 3 and not tally.offloaded_bytes:
             reason = tally.why_nothing(self.min_bytes)
-            self.warn_once("nothing", f"backhaul offloaded 0 of {format_bytes(tally.saved_bytes)} in three passes: {reason}")
-
-    def warn_once(self, topic: str, message: str) -> None:
-        """Warn, unless this handle has warned of the same topic before."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            warnings.warn(message, stacklevel=2)
+            self.warner.once("nothing", f"backhaul offloaded 0 of {format_bytes(tally.saved_bytes)} in three passes: {reason}")
 
     # The hooks
 
     @property
     def hooks(self) -> tuple[Callable[[Tensor], Promise], Callable[[Promise], Tensor]]:
-        """The pair that autograd calls. A tier of the user's own is code that Dynamo would look into, where it runs what it does not compile."""
+        """The pair that autograd calls.
+
+        A tier of the user's own is code that Dynamo would look into, where it runs what it does not compile.
+        """
         if type(self.tier).__module__.startswith("backhaul."):
             return self.pack, self.unpack
         return _torch.untraced(self.pack), _torch.untraced(self.unpack)
@@ -158,17 +177,56 @@ class Engine:
         """Return the promise that autograd holds instead of ``tensor``."""
         with self.lock, self._steady:
             self._begin()
-            return self._promise(tensor)
+            unit = self.here.unit
+            if unit is None:
+                promise = self._promise(tensor)
+                return self.claims.claim(tensor, promise, norm_eps(sys._getframe(1))) if self.has_plan else promise
+            num_bytes = unit.num_inside
+            remade = unit.pack(tensor)
+            if unit.num_inside > num_bytes:
+                self.tally.recomputes(self._where()[1].fqn, unit.num_inside - num_bytes)
+            return self._promise(tensor) if remade is None else remade
 
     def unpack(self, promise: Promise) -> Tensor:
-        """Give the tensor of a promise back."""
-        if type(promise) is Kept:
-            return promise.restore(self._bring)
+        """Give the tensor of a promise back. What is made again is made without our lock: it is the user's code that runs."""
+        return promise.restore(self._bring)
+
+    def _bring(self, blob: Blob) -> None:
         with self.lock, self._steady:
             self._begin()
-            return promise.restore(self._bring)
+            self.mover.bring(blob)
 
-    def _promise(self, tensor: Tensor) -> Promise:
+    # What units ask (recomputing.py, Keeper)
+
+    def promise(self, tensor: Tensor) -> Promise:
+        """Return the promise for what a unit starts from."""
+        with self.lock, self._steady:
+            self._begin()
+            promise = self._promise(tensor, chained=True)
+            return self.claims.claim(tensor, promise)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Say whether the tensor is a parameter or a buffer, or lies in one."""
+        if is_parameter(tensor):
+            return True
+        if type(tensor) is not Tensor or why_it_stays(tensor):
+            return False
+        return self._is_owned(tensor.untyped_storage(), self._where()[1])
+
+    def can_be_made(self, output: Tensor, made: Made) -> None:
+        """Remember for the rest of the forward pass what a unit has returned."""
+        if self.here.outputs is not None:
+            self.here.outputs.note(output, made)
+            if self._where()[1].duty.recipes:
+                self.here.outputs.keep(self.claims.claim(output, Remade(made, output)))
+
+    def recomputed(self, fqn: str, num_bytes: int) -> None:
+        """Count what a unit has made."""
+        self.tally.made_bytes += num_bytes
+
+    # Which promise
+
+    def _promise(self, tensor: Tensor, *, chained: bool = False) -> Promise:
         if self.closed or self._steady.shaken:
             return Kept(tensor)
         if is_parameter(tensor):
@@ -179,12 +237,14 @@ class Engine:
                 inner, other, context = take_apart(tensor)
                 return Parts(tensor, {name: self._promise(part) for name, part in inner.items()}, other, context)
         reason = why_it_stays(tensor)
-        return self._keep_whole(tensor, reason) if reason else self._promise_dense(tensor)
+        return self._keep_whole(tensor, reason) if reason else self._promise_dense(tensor, chained=chained)
 
-    def _promise_dense(self, tensor: Tensor) -> Promise:
+    def _promise_dense(self, tensor: Tensor, *, chained: bool = False) -> Promise:
+        """Return the promise for the bytes of one storage; ``chained`` if a unit starts from it."""
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         frame, scope = self._where()
+        duty = scope.duty
         if storage in self.owned:
             return self._keep_parameter(tensor, frame)
         if storage in frame.left_alone:
@@ -195,19 +255,25 @@ class Engine:
         if blob is not None and not blob.changed:
             view = View(tensor)
             if blob.takes(view):
-                return self._another_view(blob, view, frame, scope)
+                return self._another_view(blob, view, storage, frame, scope)
         station = self._station(tensor.device)
         if num_bytes < self.min_bytes or not num_bytes:
             return self._keep_small(tensor, storage, station, frame, scope)
-        if (scope.module is not None or scope.groups) and self._gathered(scope, storage):
+        if self._is_owned(storage, scope):
             return self._keep_parameter(tensor, frame)
         if (recast := self._recast(tensor, storage, frame)) is not None:
             return recast
+        if self.has_plan and not duty.keep and (made := self._made(tensor, storage, scope, chained=chained)) is not None:
+            assert self.here.outputs is not None
+            if self.here.outputs.is_first(made):
+                self.tally.recomputes(scope.fqn, num_bytes)
+            return Remade(made, tensor)
         key = scope.next_key()
-        if self.futile[key] >= MOST_FUTILE:
+        if self.mover.futile[key] >= MOST_FUTILE:
             return self._keep_futile(tensor, storage, frame, scope)
-        blob = Blob(next(self.nums), storage, frame, key, self.tier, self.registry.grave)
-        blob.reason = "slice" if tensor.numel() * tensor.element_size() * SLICE < num_bytes else ""
+        blob = Blob(next(self.nums), storage, frame, key, duty.tier or self.tier, self.registry.grave)
+        blob.guard = self.lock
+        blob.reason = self._why_it_stays(tensor, blob, scope)
         blob.stream = station.current_stream()
         view = View(tensor)
         blob.views.append(view)
@@ -216,25 +282,42 @@ class Engine:
         self._offer(station, blob)
         return Saved(blob, view)
 
-    def _offer(self, station: Station, blob: Blob) -> None:
-        """Have flow.py count a blob and decide about it, if it can move."""
-        frame, movable = blob.frame.num, not blob.reason
-        decisions = station.flow.saved(blob.num, frame=frame, key=blob.key, num_bytes=blob.num_bytes, movable=movable)
-        station.mark()
-        self._carry_out(station, decisions)
+    def _why_it_stays(self, tensor: Tensor, blob: Blob, scope: Scope) -> str:
+        if scope.duty.keep:
+            return "save"
+        if tensor.numel() * tensor.element_size() * SLICE < blob.num_bytes:
+            return "slice"
+        return self._shapes.hope(blob, scope) if scope.duty.recipes else ""
 
-    def _another_view(self, blob: Blob, view: View, frame: Frame, scope: Scope) -> Promise:
+    def _made(self, tensor: Tensor, storage: UntypedStorage, scope: Scope, *, chained: bool) -> Made | None:
+        """Return what makes the storage again, where a unit has returned it or plain code has made it cheaply."""
+        outputs = self.here.outputs
+        if outputs is None:
+            return None
+        made = outputs.find(tensor)
+        if made is not None:
+            return made if made.chains or not chained else None
+        recipe = recipe_for(tensor, self.claims) if scope.duty.recipes else None
+        if recipe is None:
+            return None
+        made = Made(recipe, storage)
+        outputs.note(tensor, made)
+        return made
+
+    def _offer(self, station: Station, blob: Blob) -> None:
+        self.mover.offer(station, blob)
+
+    def _another_view(self, blob: Blob, view: View, storage: UntypedStorage, frame: Frame, scope: Scope) -> Promise:
+        station = self.registry.records[blob.num].station
         if blob.frame is not frame and blob.num not in frame.seen:
             frame.seen.add(blob.num)
             self.tally.saved(scope.fqn, blob.num_bytes, "shared with an earlier pass")
         blob.views.append(view)
         alias = view.alias
-        if blob.reason == "slice" and alias.numel() * alias.element_size() * SLICE >= blob.num_bytes:
-            self.tally.keeps_instead(blob.num_bytes, "", instead_of=blob.reason)
-            blob.reason = ""
-            station = self.registry.records[blob.num].station
-            station.flow.dropped(blob.num)
-            self._offer(station, blob)
+        if scope.duty.keep and not blob.reason:
+            self.mover.stay(station, blob, storage, "save")
+        elif blob.reason == "slice" and alias.numel() * alias.element_size() * SLICE >= blob.num_bytes:
+            self.mover.offer_again(station, blob)
         elif blob.released:  # somebody has kept it alive and saves it again: the tier has it already
             view.let_go()
         return Saved(blob, view)
@@ -245,9 +328,18 @@ class Engine:
         if scope is not None:
             return scope.frame, scope
         frame = self.registry.newest_frame()
-        scope = self.begin_frame("backward", None) if frame is None else Scope(frame, "backward", None)
+        scope = self.begin_frame("backward", None) if frame is None else Scope(frame, "backward", None, self.default)
         assert scope is not None  # the hooks are active
         return scope.frame, scope
+
+    def _is_owned(self, storage: UntypedStorage, scope: Scope) -> bool:
+        """Say whether the storage is a parameter's or a buffer's."""
+        return storage in self.owned or ((scope.module is not None or bool(scope.groups)) and self._gathered(scope, storage))
+
+    def is_unwritten(self, parameter: Tensor) -> bool:
+        """Say whether a parameter is as it was when the newest frame began, and will be there in all of backward."""
+        known, version = self._versions.get(id(parameter), (None, -1))
+        return known is not None and known() is parameter.untyped_storage() and version == _torch.version_of(parameter)
 
     def _gathered(self, scope: Scope, storage: UntypedStorage) -> bool:
         """Say whether the storage is one that the running module's parameters have just now, as FSDP gathered them.
@@ -271,8 +363,7 @@ class Engine:
         if parameter is None:
             return None
         self._casts_seen = True
-        known, version = self._versions.get(id(parameter), (None, -1))
-        if known is None or known() is not parameter.untyped_storage() or version != _torch.version_of(parameter):
+        if not self.is_unwritten(parameter):
             return None
         self.tally.keeps_parameter(storage.nbytes(), "cast of a parameter")
         return Recast(parameter, Layout.of(tensor))
@@ -321,125 +412,6 @@ class Engine:
                 station.flow.open_frame(num)
         return station
 
-    def _bring(self, blob: Blob) -> None:
-        """Have the blob on the device and order the current stream after its arrival."""
-        if blob.reason:
-            return
-        station = self.registry.records[blob.num].station
-        was_released = blob.released
-        if not self._steady.shaken:
-            decisions = station.flow.needed(blob.num)
-            station.mark()
-            self._carry_out(station, decisions)
-        if blob.released:
-            self._reload(station, blob)
-        if was_released and blob.incoming is not None:
-            self.tally.num_demand_reloads += 1
-        if blob.incoming is not None:
-            try:
-                station.waits.measure(blob.incoming, blob.incoming.wait)
-            except BaseException:
-                blob.release()  # what it was to hold is not there; the next need asks the tier again
-                raise
-            station.current_stream()
-            blob.outlives = len(station.streams) > 1
-            if not blob.outlives:
-                blob.incoming = None
-
-    # Carrying out decisions
-
-    def _carry_out(self, station: Station, decisions: Iterable[Decision]) -> None:
-        for decision in decisions:
-            record = self.registry.records.get(decision.blob)
-            blob = record.blob() if record is not None else None
-            if blob is None or blob.reason:
-                continue
-            if isinstance(decision, CopyOut):
-                self._copy_out(station, blob)
-            elif isinstance(decision, Release):
-                self._release(station, blob)
-            else:
-                self._reload(station, blob)
-
-    def _copy_out(self, station: Station, blob: Blob) -> None:
-        if blob.slot is not None or blob.released:
-            return
-        if blob.changed:
-            self._keep(station, blob, "written in place")
-            return
-        try:
-            with station.on(blob.stream):
-                blob.slot = self.registry.records[blob.num].slot = self.tier.store(blob.source())
-        except (TierFull, OSError) as error:
-            self._tier_failed(station, blob, error)
-            return
-        self.tally.offloads(blob.key.fqn, blob.num_bytes)
-
-    def _release(self, station: Station, blob: Blob) -> None:
-        if blob.released:
-            return
-        self._copy_out(station, blob)
-        slot = blob.slot
-        if slot is None:
-            return
-        if blob.incoming is not None:  # it has come back and nobody has used it; who needs it next meets the error, if there is one
-            with contextlib.suppress(OSError):
-                station.wait_to_drop(blob.incoming, blob.source())
-            blob.release()
-            return
-        try:
-            station.wait_to_drop(slot.stored, blob.source())
-        except BaseException as error:  # the copy failed: whatever it was, the tensor is still here and the slot is of no use
-            blob.slot = self.registry.records[blob.num].slot = None
-            self.tier.free(slot)
-            _ = self.tier.used_bytes  # takes the slot back now: it holds the error, whose traceback may hold the graph
-            self.tally.takes_back(blob.key.fqn, blob.num_bytes)
-            if not isinstance(error, OSError):
-                self._keep(station, blob, "tier failed")
-                raise
-            self._tier_failed(station, blob, error)
-            return
-        blob.release()
-
-    def _reload(self, station: Station, blob: Blob) -> None:
-        if not blob.released:
-            return
-        survivor = blob.survivor
-        if survivor is not None:
-            blob.take_back(survivor)
-            self._was_futile(station, blob)
-            return
-        assert blob.slot is not None
-        with station.on(blob.stream):
-            target = torch.empty(blob.num_bytes, dtype=torch.uint8, device=station.device)
-            incoming = self.tier.load(blob.slot, target)
-        storage = target.untyped_storage()
-        blob.move_to(storage, incoming)
-        self.registry.locate(self.registry.records[blob.num], storage)
-        self.tally.reloaded_bytes += blob.num_bytes
-
-    def _was_futile(self, station: Station, blob: Blob) -> None:
-        """The storage is still alive: copying it freed nothing."""
-        station.flow.readopted(blob.num)
-        if station.holds(blob.source().untyped_storage()):  # not for long
-            return
-        self.tally.futile_bytes += blob.num_bytes
-        self.futile[blob.key] += 1
-
-    def _keep(self, station: Station, blob: Blob, reason: str) -> None:
-        blob.reason = reason
-        station.flow.keep(blob.num)
-        self.tally.keeps_instead(blob.num_bytes, reason)
-
-    def _tier_failed(self, station: Station, blob: Blob, error: Exception) -> None:
-        full = isinstance(error, TierFull)
-        self._keep(station, blob, "tier full" if full else "tier failed")
-        self.warn_once(
-            "tier",
-            f"the {self.tier.name} tier {'is full' if full else 'failed'} ({error}); tensors that it cannot take stay on the device. "
-            f"First seen for {format_bytes(blob.num_bytes)} saved in {blob.key.fqn!r}",
-        )
-
     # Tidying up
 
     def tidy_up(self) -> None:
@@ -463,7 +435,8 @@ class Engine:
 
     def _blob_is_gone(self, record: Record, storage: UntypedStorage | None) -> None:
         if record.slot is not None:
-            self.tier.free(record.slot)
+            assert record.tier is not None
+            record.tier.free(record.slot)
         if storage is not None:
             record.station.dropped.append(storage)
         if not self._steady.shaken:

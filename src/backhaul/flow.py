@@ -277,7 +277,8 @@ class Flow:
     def times(self, ms: Sequence[float], idle: Iterable[int] = ()) -> None:
         """Take the times in ms at which the device reached each event of the last step, waits for our own copies included.
 
-        ``idle`` are the events before which it had done all that it had been given: the host has waited for it. The times are passed over where nothing was learned from that step, or where an exception has cost some of them.
+        ``idle`` are the events before which it had done all that it had been given: the host has waited for it. The times are passed over
+        where nothing was learned from that step, or where an exception has cost some of them.
         """
         course = self._last
         if course is not None and len(ms) == len(course.step.events):

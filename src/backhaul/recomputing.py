@@ -26,7 +26,7 @@ attribute, is its own affair.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,8 +90,9 @@ class Site:
         self.module = weakref.ref(module)
         self.verify = verify
         self.kept = {part for glob in keep_outputs for part in self._inside(module, glob)}
-        self.watched = {part: name for name, part in module.named_modules() if name and (verify or name in self.kept)}
-        self.tensors = _torch.tensor_tables(module)
+        self.watched: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.watched.update((part, name) for name, part in module.named_modules() if name and (verify or name in self.kept))
+        self.parts = [(name, weakref.ref(part)) for name, part in module.named_modules()]
         compiled = any(_torch.compiled_call(part) or _torch.original_module(part) for part in module.modules())
         # Whether it makes choices, which is known once it has run. A mode would have compiled code compiled again.
         self.chooses: bool | None = False if compiled else None
@@ -107,9 +108,28 @@ class Site:
             )
         return found
 
-    def versions(self) -> list[int]:
-        """Return the versions of all parameters and buffers."""
-        return _torch.versions_of(self.tensors)
+    def versions(self) -> list[tuple[int, int]]:
+        """Return which parameters and buffers there are, by their ids, and their versions."""
+        return _torch.versions_of([part() for _, part in self.parts])
+
+    def written(self, since: list[tuple[int, int]]) -> str:
+        """Return the name of a parameter or a buffer that has been written in place, or of a buffer that has been replaced.
+
+        A parameter that is another one now has not been written: sharding gathers it for a while.
+        """
+        now = self.versions()
+        if now == since:
+            return ""
+        known = [
+            (f"{where}.{name}" if where else name, is_buffer)
+            for where, reference in self.parts
+            if (part := reference()) is not None
+            for name, _, is_buffer in _torch.named_tensors(part)
+        ]
+        for (name, is_buffer), then, this in zip(known, since, now, strict=False):
+            if then != this and (then[0] == this[0] or is_buffer):
+                return name
+        return ""
 
     def refuse(self, what: str, instead: str) -> ValueError:
         """Return the error for a module that cannot be run twice."""
@@ -292,7 +312,7 @@ class Unit:
             raise
         num_inside = self.num_inside
         found: list[tuple[Tensor, Made]] = []
-        for leaf in flatten((output,))[0]:
+        for leaf in (output,) if type(output) is Tensor else flatten((output,))[0]:
             for tensor in plain_parts(leaf) if isinstance(leaf, Tensor) else ():
                 layout = layout_of(tensor)
                 made = None if layout is None or self.keeper.owns(tensor) else self._made(tensor)
@@ -316,8 +336,8 @@ class Unit:
         instead = "put it under another rule, or only those modules inside it that do not"
         if [tensor for tensor, version in live if _torch.version_of(tensor) != version]:
             raise site.refuse("it writes to an input in place", f"have it not do so (inplace=False), {instead}")
-        if site.versions() != self.versions:
-            raise site.refuse("it writes to a parameter or a buffer in its forward, and would do so twice", instead)
+        if name := site.written(self.versions):
+            raise site.refuse(f"it writes to {name!r} in its forward, and would do so twice", instead)
         for name in () if self.inside is None else self.inside.written():
             raise site.refuse(f"keep_outputs keeps what {name!r} returns, and that is written in place", "leave it out of keep_outputs")
 
@@ -327,8 +347,8 @@ class Unit:
         """Run the forward again and fill all that is wanted."""
         if self.live is not None:
             self.needs_graph = True
-        elif self.site.versions() != self.versions:
-            raise self.differs("a parameter or a buffer of it was written since its forward; step after the backward pass")
+        elif name := self.site.written(self.versions):
+            raise self.differs(f"its {name!r} has been written since its forward; step after the backward pass")
         elif self._is_training() != self.training:
             raise self.differs("it was switched between train() and eval() since its forward; switch after the backward pass")
         Rerun(self).run(bring)

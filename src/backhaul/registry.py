@@ -18,7 +18,7 @@ from torch.storage import UntypedStorage
 from backhaul.saved import Blob, Dead
 from backhaul.scopes import Frame
 from backhaul.stations import Station
-from backhaul.tiers.base import Slot
+from backhaul.tiers.base import Slot, Tier
 
 
 class Steady:
@@ -44,6 +44,7 @@ class Record:
     frame: int
     addresses: list[int] = field(default_factory=list)  # where the table has it
     slot: Slot | None = None
+    tier: Tier | None = None  # of the slot
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Registry:
 
     def add(self, blob: Blob, storage: UntypedStorage, station: Station) -> Record:
         """Add a blob that lies in ``storage``."""
-        record = self.records[blob.num] = Record(blob.num, weakref.ref(blob), station, blob.frame.num)
+        record = self.records[blob.num] = Record(blob.num, weakref.ref(blob), station, blob.frame.num, tier=blob.tier)
         self.frames[record.frame].blobs.add(blob.num)
         self.locate(record, storage)
         return record

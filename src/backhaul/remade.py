@@ -120,6 +120,19 @@ class Outputs:
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[UntypedStorage], Tensor, int, Made]] = {}
+        self._kept: list[object] = []
+        self._saved: set[int] = set()  # ids of what makes those that have been saved
+
+    def is_first(self, made: Made) -> bool:
+        """Say, once for each, that a storage is saved for the first time."""
+        known = id(made) in self._saved
+        self._saved.add(id(made))
+        self._kept.append(made)  # so that its id stays its own
+        return not known
+
+    def keep(self, claim: object) -> None:
+        """Hold a claim as long as this lives."""
+        self._kept.append(claim)
 
     def note(self, tensor: Tensor, made: Made) -> None:
         """Add the storage of a tensor as it is now."""

@@ -62,7 +62,8 @@ class Surroundings:
     def __init__(self, devices: Collection[torch.device], generators: Iterable[Generator] = ()) -> None:
         found = [torch.default_generator, *generators, *map(default_generator, devices)]
         self.generators: list[tuple[Generator, Tensor]] = [(generator, generator.get_state()) for generator in found]
-        self.autocast = [(kind, _autocast_dtype(kind)) for kind in dict.fromkeys(("cpu", *[device.type for device in devices]))]
+        kinds = ("cpu", *{device.type for device in devices}) if devices else ("cpu",)
+        self.autocast = [(kind, _autocast_dtype(kind)) for kind in kinds]
         self.caches = torch.is_autocast_cache_enabled()
         self.settings = _torch.kernel_settings()
 

@@ -25,7 +25,7 @@ class Stats:
     kept_by_reason: dict[str, int]
     offloaded_bytes: int  # copied out
     reloaded_bytes: int  # copied back
-    recomputed_bytes: int
+    recomputed_bytes: int  # not kept: made again when needed
     futile_bytes: int  # copied out, though the original was still alive when it was needed
     resident_bytes: int  # saved bytes on the device now
     peak_resident_bytes: int
@@ -46,6 +46,7 @@ class ModuleBytes:
     fqn: str
     saved_bytes: int
     offloaded_bytes: int
+    recomputed_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class Report:
             f"saved      {size(stats.saved_bytes):>12}",
             f"offloaded  {size(stats.offloaded_bytes):>12}  in {stats.num_offloads} copies, {size(stats.futile_bytes)} of it futile",
             f"reloaded   {size(stats.reloaded_bytes):>12}  {stats.num_demand_reloads} times on demand",
+            f"recomputed {size(stats.recomputed_bytes):>12}",
             f"kept       {size(stats.kept_bytes):>12}",
             *(f"  {reason:<32} {size(num_bytes):>12}" for reason, num_bytes in stats.kept_by_reason.items()),
             f"resident   {size(stats.resident_bytes):>12}  peak {size(stats.peak_resident_bytes)}",
@@ -76,8 +78,11 @@ class Report:
         if self.note:
             lines += [f"note: {self.note}"]
         if self.modules:
-            lines += ["", f"{'module':<48} {'saved':>12} {'offloaded':>12}"]
-            lines += [f"{row.fqn or '(root)':<48} {size(row.saved_bytes):>12} {size(row.offloaded_bytes):>12}" for row in self.modules]
+            lines += ["", f"{'module':<48} {'saved':>12} {'offloaded':>12} {'recomputed':>12}"]
+            lines += [
+                f"{row.fqn or '(root)':<48} {size(row.saved_bytes):>12} {size(row.offloaded_bytes):>12} {size(row.recomputed_bytes):>12}"
+                for row in self.modules
+            ]
         return "\n".join(lines)
 
 
@@ -88,6 +93,8 @@ class Tally:
         self.saved_bytes = 0
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
+        self.recomputed_bytes = 0
+        self.made_bytes = 0
         self.futile_bytes = 0
         self.num_offloads = 0
         self.num_demand_reloads = 0
@@ -98,6 +105,7 @@ class Tally:
         self.kept: Counter[str] = Counter()  # "" for what could move and has not
         self.saved_by_fqn: Counter[str] = Counter()
         self.offloaded_by_fqn: Counter[str] = Counter()
+        self.recomputed_by_fqn: Counter[str] = Counter()
 
     def saved(self, fqn: str, num_bytes: int, reason: str) -> None:
         """Count a storage that a frame saves, as kept for ``reason`` until it is offloaded."""
@@ -105,6 +113,19 @@ class Tally:
         self.saved_by_fqn[fqn] += num_bytes
         self.kept[reason] += num_bytes
         self.largest_bytes = max(self.largest_bytes, num_bytes)
+
+    def recomputes(self, fqn: str, num_bytes: int) -> None:
+        """Count a storage that a frame saves and that is made again."""
+        self.saved_bytes += num_bytes
+        self.saved_by_fqn[fqn] += num_bytes
+        self.recomputed_bytes += num_bytes
+        self.recomputed_by_fqn[fqn] += num_bytes
+
+    def recomputes_instead(self, fqn: str, num_bytes: int, *, instead_of: str) -> None:
+        """Count as made again what was counted as kept."""
+        self.kept[instead_of] -= num_bytes
+        self.recomputed_bytes += num_bytes
+        self.recomputed_by_fqn[fqn] += num_bytes
 
     def keeps_parameter(self, num_bytes: int, reason: str) -> None:
         """Count what is no activation: a parameter, an alias, a cast of one."""
@@ -133,7 +154,12 @@ class Tally:
 
     def modules(self) -> tuple[ModuleBytes, ...]:
         rows = self.saved_by_fqn.items()
-        return tuple(ModuleBytes(fqn=fqn, saved_bytes=saved, offloaded_bytes=self.offloaded_by_fqn[fqn]) for fqn, saved in rows)
+        return tuple(
+            ModuleBytes(
+                fqn=fqn, saved_bytes=saved, offloaded_bytes=self.offloaded_by_fqn[fqn], recomputed_bytes=self.recomputed_by_fqn[fqn]
+            )
+            for fqn, saved in rows
+        )
 
     def reasons(self) -> str:
         """Name what stays, most first."""

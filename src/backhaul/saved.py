@@ -25,6 +25,7 @@ An alias is never handed out where it may be released: whoever got it would see 
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -117,7 +118,7 @@ class Blob:
     """One storage that at least one saved tensor needs, wherever its bytes are."""
 
     __slots__ = (
-        "__weakref__", "frame", "grave", "home", "incoming", "key", "num", "num_bytes", "outlives",
+        "__weakref__", "frame", "grave", "guard", "home", "incoming", "key", "num", "num_bytes", "outlives",
         "reason", "released", "slot", "stored", "stream", "tier", "views",
     )  # fmt: skip
 
@@ -126,6 +127,7 @@ class Blob:
         self.slot: Slot | None = None  # a copy in a tier, made or under way
         self.outlives = False  # more than one compute stream may read the storage when we die
         self.grave = grave
+        self.guard: AbstractContextManager[Any] = nullcontext()  # held while the blob is brought and handed out
         self.frame = frame
         self.key = key
         self.tier = tier
@@ -214,13 +216,14 @@ class Saved:
     def restore(self, bring: Bring) -> Tensor:
         """Bring the blob and return the view of it."""
         view, blob = self.view, self.blob
-        bring(blob)
-        if view.changed and blob.stored and not view.spoiled:  # the tier has it as it was saved
-            blob.release()
+        with blob.guard:
             bring(blob)
-        if view.changed:
-            raise modified_in_place(view.alias, view.version)
-        return view.alias.detach()  # a fresh one ([Note: Versions])
+            if view.changed and blob.stored and not view.spoiled:  # the tier has it as it was saved
+                blob.release()
+                bring(blob)
+            if view.changed:
+                raise modified_in_place(view.alias, view.version)
+            return view.alias.detach()  # a fresh one ([Note: Versions])
 
 
 class Kept:

@@ -21,7 +21,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,12 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from backhaul.tiers.base import Tier
 from backhaul.tracing import unless_traced
+
+if TYPE_CHECKING:
+    from backhaul.recomputing import Site, Unit
+    from backhaul.remade import Outputs
 
 IN_A_TRACE = "backhaul manages this module; compile it first and manage the result, or compile without fullgraph"
 
@@ -41,6 +47,19 @@ class Key(NamedTuple):
     fqn: str
     call: int  # which call of that module in the frame
     pack: int  # which saved tensor in that call
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What is asked for where a module runs."""
+
+    keep: bool = False  # what is saved stays on the device
+    tier: Tier | None = None  # where it moves instead of the handle's own
+    recipes: bool = False  # what plain code makes cheaply is made again
+    site: "Site | None" = None  # the module is a unit: it runs again as a whole
+
+
+OFFLOAD = Duty()
 
 
 class Frame:
@@ -79,11 +98,14 @@ class Group(NamedTuple):
 class Scope:
     """A module at work in a frame: hands out keys for what is saved in it."""
 
-    __slots__ = ("call", "fqn", "frame", "groups", "module", "num_packs")
+    __slots__ = ("call", "duty", "fqn", "frame", "groups", "hopes", "module", "num_packs", "site")
 
-    def __init__(self, frame: Frame, fqn: str, module: nn.Module | None) -> None:
+    def __init__(self, frame: Frame, fqn: str, module: nn.Module | None, duty: Duty = OFFLOAD, site: "Site | None" = None) -> None:
         self.frame = frame
         self.fqn = fqn
+        self.duty = duty  # for what is saved here; where the module is a unit, for what it starts from
+        self.site = site
+        self.hopes: list[weakref.ref[Any]] = []  # blobs of which no more than the shape may be needed
         self.module = module  # until its parameters have been looked up
         self.groups: list[Group] = []  # of parameters inside that may be gathered apart
         self.call = frame.calls.get(fqn, 0)
@@ -97,9 +119,11 @@ class Scope:
 
 
 class Here(threading.local):
-    """Where this thread is: its scope, with its frame, and whether the handle is paused."""
+    """Where this thread is: its scope, with its frame, its unit, and whether the handle is paused."""
 
     scope: Scope | None = None
+    unit: "Unit | None" = None
+    outputs: "Outputs | None" = None  # of units, in this forward pass
     paused: int = 0
 
 
@@ -111,12 +135,16 @@ class Watcher(Protocol):
     @property
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]: ...
 
-    def enter(self, module: nn.Module, fqn: str, *, is_root: bool) -> "Scope | None":
+    def enter(self, module: nn.Module, fqn: str, *, is_root: bool, duty: Duty) -> "Scope | None":
         """Return the scope of a module that is about to run, or ``None`` where it is to run untouched."""
         ...
 
     def begin_frame(self, fqn: str, module: nn.Module | None) -> "Scope | None":
         """Open a frame, where that is possible."""
+        ...
+
+    def run(self, scope: "Scope", forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run ``forward`` in its scope, which has been entered."""
         ...
 
     def passed(self) -> None:
@@ -127,11 +155,12 @@ class Watcher(Protocol):
 class Wrapper:
     """The replacement of one module's call, and how to undo it."""
 
-    def __init__(self, watcher: Watcher, module: nn.Module, fqn: str, *, is_root: bool) -> None:
+    def __init__(self, watcher: Watcher, module: nn.Module, fqn: str, *, is_root: bool, duty: Duty = OFFLOAD) -> None:
         self.watcher: Watcher | None = watcher
         self.module = weakref.ref(module)
         self.fqn = fqn
         self.is_root = is_root
+        self.duty = duty
         self.name = "forward" if _torch.compiled_call(module) is None else "_compiled_call_impl"
         self.previous: Callable[..., Any] | None = module.__dict__.get(self.name)
         module.__dict__[self.name] = self.call = self._make(module)
@@ -142,7 +171,7 @@ class Wrapper:
         module.__dict__.update(self.hiding)
 
     def _make(self, module: nn.Module) -> Callable[..., Any]:
-        reference, kind, previous, fqn, is_root = self.module, type(module), self.previous, self.fqn, self.is_root
+        reference, kind, previous, fqn, is_root, duty = self.module, type(module), self.previous, self.fqn, self.is_root, self.duty
 
         def call(*args: Any, **kwargs: Any) -> Any:
             module = reference()
@@ -152,7 +181,7 @@ class Wrapper:
             if args and args[0] is module:  # bound anew by somebody who took this for the class's own function, as accelerate does
                 args = args[1:]
             watcher = self.watcher
-            scope = watcher.enter(module, fqn, is_root=is_root) if watcher is not None else None
+            scope = watcher.enter(module, fqn, is_root=is_root, duty=duty) if watcher is not None else None
             return forward(*args, **kwargs) if watcher is None or scope is None else run(watcher, scope, forward, args, kwargs)
 
         _torch.keep_out_of_traces("backhaul", but="backhaul.tracing")
@@ -193,17 +222,18 @@ def run(watcher: Watcher, scope: Scope, forward: Callable[..., Any], args: Any, 
     if outer is not None:
         try:
             here.scope = scope
-            return forward(*args, **kwargs)
+            return watcher.run(scope, forward, args, kwargs)
         finally:
             here.scope = outer
     pack, unpack = watcher.hooks
     try:
         here.scope = scope
         push_saved_tensors_hooks(pack, unpack)
-        result = forward(*args, **kwargs)
+        result = watcher.run(scope, forward, args, kwargs)
     finally:
         here.scope = None
         pop_saved_tensors_hooks()
+        here.outputs = None
     watcher.passed()
     return result
 
@@ -225,6 +255,7 @@ def region(watcher: Watcher) -> Iterator[None]:
     finally:
         here.scope = None
         pop_saved_tensors_hooks()
+        here.outputs = None
     watcher.passed()
 
 

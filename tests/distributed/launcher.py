@@ -108,6 +108,7 @@ def _serve(pipe: Connection, rank: int, size: int, place: str) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+                warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # Inductor is imported
                 answer = True, function(*args)
         except BaseException:
             answer = False, traceback.format_exc(limit=-12)

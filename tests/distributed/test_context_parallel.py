@@ -7,13 +7,16 @@ import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
+from torch.distributed import _functional_collectives as collectives
 
 from tests.distributed.launcher import World
 from tests.distributed.models import DEPTH, INPUT_BYTES, WIDTH, Checkpointed, Stack, step
 from tests.distributed.training import Moved, moved
 
 HEADS = 4
+
+# Renamed after torch 2.11.
+gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
 class ByHeads(nn.Module):
@@ -30,7 +33,7 @@ class ByHeads(nn.Module):
     def to_heads(self, x: Tensor) -> Tensor:
         heads = x.reshape(-1, HEADS, WIDTH // HEADS).transpose(0, 1).contiguous()
         return (
-            all_to_all_single_autograd(heads, None, None, dist.group.WORLD)
+            collectives.all_to_all_single_autograd(heads, None, None, dist.group.WORLD)
             .reshape(2, HEADS // 2, -1, WIDTH // HEADS)
             .transpose(0, 1)
             .flatten(1, 2)
@@ -38,7 +41,7 @@ class ByHeads(nn.Module):
 
     def to_tokens(self, x: Tensor) -> Tensor:
         tokens = x.reshape(HEADS // 2, 2, -1, WIDTH // HEADS).transpose(0, 1).contiguous()
-        heads = all_to_all_single_autograd(tokens.flatten(0, 1), None, None, dist.group.WORLD)
+        heads = collectives.all_to_all_single_autograd(tokens.flatten(0, 1), None, None, dist.group.WORLD)
         return heads.transpose(0, 1).reshape(-1, WIDTH)
 
 
@@ -47,7 +50,7 @@ class ByKeys(ByHeads):
 
     def forward(self, x: Tensor) -> Tensor:
         q, kv = self.qkv(x).split([WIDTH, 2 * WIDTH], dim=-1)
-        k, v = all_gather_tensor_autograd(kv.contiguous(), 0, dist.group.WORLD).chunk(2, dim=-1)
+        k, v = gather(kv.contiguous(), 0, dist.group.WORLD).chunk(2, dim=-1)
         q, k, v = (part.reshape(-1, HEADS, WIDTH // HEADS).transpose(0, 1) for part in (q, k, v))
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(-1, WIDTH))
 

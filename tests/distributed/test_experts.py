@@ -57,9 +57,13 @@ def spread(model: nn.Module, over: str = "ep", shape: tuple[int, int] = (1, 2)) 
     return model
 
 
-def in_place(module: nn.Module) -> nn.Module:
-    module.compile(backend="aot_eager", fullgraph=True)
+def in_place(module: nn.Module, backend: str = "aot_eager") -> nn.Module:
+    module.compile(backend=backend, fullgraph=True)
     return module
+
+
+def in_inductor(module: nn.Module) -> nn.Module:
+    return in_place(module, "inductor")
 
 
 # W2: compiled blocks that take local experts as graph inputs
@@ -68,6 +72,8 @@ NESTINGS: dict[str, list[Callable[[nn.Module], nn.Module]]] = {
     "compile(block)": [in_place],
     "checkpoint(compile(block))": [in_place, Checkpointed],
     "compile(checkpoint(block))": [Checkpointed, in_place],
+    "checkpoint(inductor(block))": [in_inductor, Checkpointed],
+    "inductor(block)": [in_inductor],
     "checkpoint(block)": [Checkpointed],
     "block": [],
 }
@@ -100,6 +106,17 @@ def test_w2_of_blocks_no_expert_moves(world: World, nesting, managed_first):
     for answer in world.run(train_w2, nesting, managed_first):
         assert answer.weights == []
         assert answer.first == sorted(DEPTH * activations + [INPUT_BYTES])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nesting", ["checkpoint(inductor(block))", "inductor(block)"])
+def test_w2_of_blocks_that_inductor_compiled_no_expert_moves(world: World, nesting):
+    for answer in world.run(train_w2, nesting, False):
+        assert answer.weights == []
+        if "checkpoint" in nesting:
+            assert answer.steps[0] == [INPUT_BYTES] * (DEPTH + 1)
+        else:
+            assert sum(answer.first) > DEPTH * INPUT_BYTES
 
 
 def train_w2_compiled_checkpoint() -> Moved | str:

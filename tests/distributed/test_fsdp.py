@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
@@ -129,6 +130,7 @@ NESTINGS: dict[str, list[Callable[[nn.Module], nn.Module]]] = {
     "fully_shard(checkpoint(compile(block)))": [in_place, Checkpointed],
     "fully_shard(compile(checkpoint(block)))": [Checkpointed, in_place],
     "checkpoint(fully_shard(compile(block)))": [in_place, shard_one, Checkpointed],
+    "fully_shard(checkpoint_wrapper(block))": [checkpoint_wrapper],
 }
 
 

@@ -12,6 +12,8 @@ from tests.distributed.launcher import World
 from tests.distributed.models import DEPTH, HIDDEN_BYTES, INPUT_BYTES, OF_A_BLOCK, Stack, step
 from tests.distributed.training import Moved, moved
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def world_of_four() -> Iterator[World]:

@@ -1,4 +1,4 @@
-"""What every sharded run claims: on each rank the same bits as without backhaul, exactly the expected bytes moved, and no weight among them.
+"""What a sharded run claims: on each rank the same bits as without backhaul, the expected bytes moved, no weight among them.
 
 Covers: training a model twice from one seed, unmanaged and managed, and what was stored meanwhile.
 Does not cover: how a model is sharded; each test file has its own.

@@ -31,7 +31,7 @@ def first_rank() -> Iterator[object]:
     made = []
 
     def make(name: str) -> Pipelined:
-        sizes = replace(TINY, tokens=32, chunks=1 if name in SINGLE else 2)
+        sizes = replace(TINY, tokens=32, num_layers=2, chunks=1 if name in SINGLE else 2)
         made.append(Pipelined(DeepSeekStage(sizes, device=CPU), name))
         return made[-1]
 

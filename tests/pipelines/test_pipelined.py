@@ -31,7 +31,7 @@ def test_a_split_backward_has_both_halves_of_every_microbatch_in_order():
     assert len(slots) == 8 * 2 * 3
 
 
-@pytest.mark.parametrize("name, schedule", [("W1", []), ("W1v", ["InterleavedZeroBubble"]), ("W1v", ["ZBVZeroBubble"])])
+@pytest.mark.parametrize(("name", "schedule"), [("W1", []), ("W1v", ["InterleavedZeroBubble"]), ("W1v", ["ZBVZeroBubble"])])
 def test_the_table_has_the_same_gradients_as_without_a_pipeline(name, schedule, tmp_path, capsys):
     options = ["--size", "tiny", "--device", "cpu", "--steps", "2", "--warmup", "1", "--tokens", "32"]
     found = tmp_path / "found.json"
@@ -40,14 +40,14 @@ def test_the_table_has_the_same_gradients_as_without_a_pipeline(name, schedule, 
     assert len(lines) == 3
     outcome = json.loads(found.read_text())
     assert outcome["driven by"].startswith("torch.distributed.pipelining, ")
-    plain, managed = outcome["rows"]
+    _, managed = outcome["rows"]
     assert managed["to_plain"]["equal"]
     assert managed["stats"]["offloaded_bytes"] > 0
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
-    "name, schedule, message", [("W1", "ZBVZeroBubble", "several chunks"), ("W1v", "GPipe", "one chunk"), ("W3", "", "only W1")]
+    ("name", "schedule", "message"), [("W1", "ZBVZeroBubble", "several chunks"), ("W1v", "GPipe", "one chunk"), ("W3", "", "only W1")]
 )
 def test_what_is_no_stage_of_that_schedule_is_refused(name, schedule, message):
     with pytest.raises(ValueError, match=message):

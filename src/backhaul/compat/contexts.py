@@ -28,8 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from backhaul import _torch
 from backhaul.api import Handle
 from backhaul.engine import Engine
-from backhaul.saved import Blob, Kept, Promise
-from backhaul.scopes import Wrapper, blocks_of, clean_fqn, wrapper_of
+from backhaul.saved import Blob, Kept
+from backhaul.scopes import Scope, Wrapper, blocks_of, clean_fqn, wrapper_of
 from backhaul.stations import Station
 from backhaul.tiers.host import PinnedHost
 from backhaul.tiers.pageable import PageableHost
@@ -84,16 +84,8 @@ class ContextEngine(Engine):
     def _on_accelerator(self) -> bool:
         return torch.accelerator.is_available()
 
-    def _promise_dense(self, tensor: Tensor) -> Promise:
-        frame, scope = self._where()
-        if scope.fqn in self.left_out:
-            storage = tensor.untyped_storage()
-            gathered = scope.module is not None and self._gathered(scope, storage)
-            if not gathered and storage not in self.owned and storage not in frame.left_alone and self.registry.find(storage) is None:
-                frame.left_alone.note(storage)
-                self.tally.saved(scope.fqn, storage.nbytes(), "output head")
-                self._station(tensor.device).flow.saved_small(frame.num, storage.nbytes())
-        return super()._promise_dense(tensor)
+    def _why_it_stays(self, tensor: Tensor, blob: Blob, scope: Scope) -> str:
+        return "output head" if scope.fqn in self.left_out else super()._why_it_stays(tensor, blob, scope)
 
     def _offer(self, station: Station, blob: Blob) -> None:
         if not blob.reason:

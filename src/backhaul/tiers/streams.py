@@ -229,7 +229,7 @@ def _function(function: Any, *arguments: Any) -> Any:
 
 @functools.cache
 def _runtime() -> _Runtime | None:
-    """Return the runtime that torch has loaded; ``None`` where it is not found by its name, or where torch is built for another platform."""
+    """Return the runtime that torch has loaded; ``None`` where it is not found by its name, or torch is built for another platform."""
     if torch.version.cuda is None:
         return None
     major = torch.version.cuda.split(".")[0]

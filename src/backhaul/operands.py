@@ -1,0 +1,90 @@
+"""What an engine adds to claims: parameters as operands of recipes, and tensors of which only the shape turns out to be needed.
+
+Covers: ``OwnClaims``, ``Shapes`` ([Note: Hopes]).
+Does not cover: claims as such (claims.py).
+
+[Note: Hopes]
+That a node needs no more of a tensor than its shape shows when the module that ran it returns (claims.py, [Note: Only the shape]). By then
+a copy may be under way for nothing. So what has turned out that way once is not moved the next time, in the hope that it will again; where
+it does not, it is offered to move after all.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from backhaul.claims import Claim, Claims, shape_only
+from backhaul.moving import Mover
+from backhaul.saved import Blob, Saved
+from backhaul.scopes import Key, Scope
+
+TRIES = 3  # passes through a module in which nothing was found, after which it is left alone
+HOPE = "maybe only its shape"
+
+
+class OwnClaims(Claims):
+    """Claims of an engine, which knows the parameters."""
+
+    def __init__(self, is_unwritten: Callable[[Tensor], bool]) -> None:
+        self._is_unwritten = is_unwritten
+
+    def is_steady(self, kept: Tensor) -> bool:
+        """Say whether a kept tensor is certain to be there in any part of backward. Weights that FSDP gathers are not."""
+        return not isinstance(kept, nn.Parameter) or self._is_unwritten(kept)
+
+    def is_unwritten(self, leaf: Tensor, user: Node) -> bool:
+        """Say whether a leaf is certain to be as it was when ``user`` ran."""
+        return self._is_unwritten(leaf) if isinstance(leaf, nn.Parameter) else super().is_unwritten(leaf, user)
+
+
+class Shapes:
+    """Finds tensors of which only the shape is needed ([Note: Hopes])."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._found: set[Key] = set()
+        self._misses: Counter[str] = Counter()  # by module
+
+    def hope(self, blob: Blob, scope: Scope) -> str:
+        """Return the reason for a blob to stay for the time being, if there is hope that it need not even do that."""
+        if blob.key not in self._found:
+            return ""
+        scope.hopes.append(weakref.ref(blob))
+        return HOPE
+
+    def settle(self, scope: Scope, result: Any) -> None:
+        """Look at the graph of what a module has returned. Let go of what nobody reads; let move what was hoped for in vain."""
+        if self._misses[scope.fqn] < TRIES:
+            claims = shape_only({tensor.grad_fn for tensor in _tensors(result) if tensor.grad_fn is not None})
+            self._misses[scope.fqn] = 0 if claims else self._misses[scope.fqn] + 1
+            for claim in claims:
+                self._let_go(claim)
+        for reference in scope.hopes:
+            blob: Blob | None = reference()
+            if blob is not None and blob.reason == HOPE:
+                self._found.discard(blob.key)
+                self._mover.offer_again(self._mover.registry.records[blob.num].station, blob)
+        scope.hopes.clear()
+
+    def _let_go(self, claim: Claim) -> None:
+        if isinstance(claim.promise, Saved):
+            blob = claim.promise.blob
+            self._found.add(blob.key)
+            if len(blob.views) == 1 and blob.slot is None:
+                self._mover.tally.recomputes_instead(blob.key.fqn, blob.num_bytes, instead_of=blob.reason)
+        claim.settle_for_shape()
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, Mapping):
+        for value in result.values():
+            yield from _tensors(value)
+    elif isinstance(result, (list, tuple)):
+        for value in result:
+            yield from _tensors(value)
