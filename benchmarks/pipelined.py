@@ -90,7 +90,7 @@ class Pipelined(Workload):
         self.owns_group = not dist.is_initialized()
         if self.owns_group:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.inner, self.chunks, self.blocks = workload, workload.chunks, workload.blocks
+        self.inner, self.chunks, self.blocks, self.plan = workload, workload.chunks, workload.blocks, workload.plan
         ranks, last = sizes.stages, sizes.stages * sizes.chunks - 1
         indices = [0, last] if name in V_SHAPED else range(0, last + 1, ranks)
         self.stages = [ReplayedStage(workload, chunk, index=index, ranks=ranks) for chunk, index in enumerate(indices)]
@@ -107,6 +107,7 @@ class Pipelined(Workload):
         self.stages[slot.chunk].run(slot)
 
     def close(self) -> None:
+        self.inner.close()
         if self.owns_group:
             dist.destroy_process_group()
 

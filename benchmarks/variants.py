@@ -206,10 +206,24 @@ class Backhaul(Variant):
         return str(self.handle.report())
 
 
+class Planned(Backhaul):
+    """This library with the workload's own plan: cheap modules recomputed, the rest offloaded, as far as a budget needs it."""
+
+    def attach(self, workload: Workload) -> None:
+        import backhaul as bh
+
+        if workload.plan is None or len(workload.chunks) > 1:
+            raise DoesNotApplyError("it has no plan")
+        smallest = None if torch.accelerator.is_available() else 0
+        self.tier = bh.PinnedHost()
+        self.handle = bh.apply(workload.chunks[0], workload.plan, activation_budget=self.budget, tier=self.tier, min_bytes=smallest)
+
+
 KINDS: dict[str, Callable[..., Variant]] = {
     "plain": Variant,
     "checkpoint": Checkpoint,
     "backhaul": Backhaul,
+    "plan": Planned,
     "megatron": Megatron,
     "trl": TRL,
     "save_on_cpu": SaveOnCPU,
@@ -217,11 +231,11 @@ KINDS: dict[str, Callable[..., Variant]] = {
 
 
 def make(text: str) -> Variant:
-    """Make a variant from its name; ``backhaul:12GiB`` gives backhaul a budget."""
+    """Make a variant from its name; ``backhaul:12GiB`` and ``plan:12GiB`` give backhaul a budget."""
     name, _, argument = text.partition(":")
     if name not in KINDS:
         raise ValueError(f"no variant is called {name!r}; there are {', '.join(KINDS)}")
-    if argument and name != "backhaul":
+    if argument and name not in ("backhaul", "plan"):
         raise ValueError(f"{name} takes no argument, but {text!r} has one")
     return KINDS[name](argument) if argument else KINDS[name]()
 

@@ -49,3 +49,11 @@ def everything(modules: nn.Module | Sequence[nn.Module], tier: bh.Tier | None = 
     """Manage so that all that can move does, through a tier that copies as late as it may and poisons what it has freed."""
     chosen = {"activation_budget": 0, "min_bytes": 0, **options}
     return bh.offload(modules, tier=tier or RecordingTier(deferred=True), **chosen)  # type: ignore[arg-type]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked as needing a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -62,7 +62,7 @@ def test_rotary_embeddings_are_made_from_what_goes_into_them() -> None:
         return F.scaled_dot_product_attention(q, k, v)
 
     hooks = assert_remade(attention, *(leaf(1, 6, 16) for _ in range(3)), num=2)
-    assert all(len(recipe.parts) < 20 for recipe in hooks.recipes)  # what is rotated is made once for both halves
+    assert [len(recipe.parts) for recipe in hooks.recipes] == [13, 13]
 
 
 def test_dispatched_tokens_are_gathered_again_from_the_output_of_a_norm() -> None:
@@ -75,6 +75,23 @@ def test_dispatched_tokens_are_gathered_again_from_the_output_of_a_norm() -> Non
 
     hooks = assert_remade(experts, leaf(4, 16), leaf(16, 3), leaf(16, 16), norm.weight, norm.bias, num=2)
     assert len(hooks.recipes[1].parts) == 4  # the norm's output, a view of it, the indices, the gathering
+
+
+def test_what_a_recipe_needs_twice_it_makes_once() -> None:
+    def function(x: Tensor) -> Tensor:
+        negative = -(x @ x).relu()
+        return torch.cat([negative, negative, negative.t()]) @ x
+
+    (recipe,) = assert_remade(function, leaf(8, 8)).recipes
+    assert len(recipe.parts) == 4  # what relu keeps, minus that, transposed, all three
+
+
+def test_an_operand_may_come_from_an_op_that_wrote_in_place() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        product = (x * 2.0).mul_(y)  # rounded to bfloat16
+        return -product.add_(x, alpha=1) @ x
+
+    assert_remade(function, leaf(8, 8).bfloat16().detach().requires_grad_(), leaf(8, 8), num=2)
 
 
 def test_heads_that_share_keys_are_repeated_again() -> None:

@@ -142,7 +142,16 @@ def test_what_is_no_plain_tensor_is_no_operand() -> None:
         pass
 
     claims = Claims()
-    for other in (Kept(leaf(4).as_subclass(Other)), claims.claim(leaf(4), Kept(leaf(4).as_subclass(Other))), None, leaf(4), (leaf(4),)):
+    for other in (
+        Kept(leaf(4).as_subclass(Other)),
+        claims.claim(leaf(4), Kept(leaf(4).as_subclass(Other))),
+        None,
+        leaf(4),
+        torch.ones(4),
+        leaf(1).detach()[0].requires_grad_(),
+        torch.ones(()).add_(1),
+        (leaf(4),),
+    ):
         assert claims.of_kept(other) is None
     assert claims.of_kept(claims.claim(leaf(4), Kept(leaf(4)))) is not None
     assert Claims().of_kept(claims.claim(leaf(4), Kept(leaf(4)))) is None
@@ -160,16 +169,34 @@ def test_what_touches_much_more_than_it_frees_is_not_cheap() -> None:
         del result
 
 
-def test_a_long_chain_is_given_up() -> None:
+def test_a_long_chain_and_a_broad_one_are_given_up() -> None:
     keep: list[Tensor] = []
 
-    def chain(x: Tensor) -> Tensor:
+    def chain(x: Tensor, length: int = 20) -> Tensor:
         x = saved(x, keep)
-        for _ in range(40):
+        for _ in range(length):
             x = x.t()
         return -x
 
     assert_comes_back(chain, leaf(8, 8), recipe=False)
+    assert_comes_back(lambda x: chain(x, 8), leaf(8, 8))
+    assert_comes_back(lambda x: torch.cat([-saved(x, keep) for _ in range(40)]), leaf(8, 8), recipe=False)
+    assert_comes_back(lambda x: torch.cat([-saved(x, keep) for _ in range(10)]), leaf(8, 8))
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_the_real_part_of_a_complex_number_has_no_recipe() -> None:
+    assert_comes_back(lambda x: (torch.complex(x, x) * torch.complex(x, x)).to(torch.float32), leaf(8, 8), recipe=False)
+
+
+@pytest.mark.gpu
+def test_a_copy_from_another_device_has_no_recipe() -> None:
+    with Hooks() as _:
+        hooks = Hooks()
+        with hooks:
+            result = Use.apply(leaf(8, 8).to("cuda"), [])
+        assert not hooks.recipes
+        del result
 
 
 def test_leaves_and_what_has_no_gradient_have_no_recipe() -> None:

@@ -5,7 +5,7 @@ Does not cover: any one model (dsv3.py, glm.py, qwen.py), or what is done with i
 """
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -93,6 +93,7 @@ class Workload(abc.ABC):
 
     chunks: nn.ModuleList
     blocks: list[nn.Module]
+    plan: Mapping[str, str] | None = None  # rules for ``bh.apply``, where there are good ones
     slots: tuple[Slot, ...]
     facts: dict[str, object]  # sizes and versions that the results should name
 

@@ -77,39 +77,83 @@ class SwiGLU(torch.autograd.Function):
         return hidden_grad, weight_grad
 
 
+class Activation(nn.Module):
+    """``SwiGLU`` as a module, so that a plan can name it."""
+
+    def forward(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
+        return SwiGLU.apply(hidden, weight)
+
+
+class Rotary(nn.Module):
+    """Turns what has position."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(sizes.tokens), 10_000.0 ** -(torch.arange(0, sizes.rope_head, 2) / sizes.rope_head))[:, None, :]
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat([left * self.cos - right * self.sin, right * self.cos + left * self.sin], dim=-1)
+
+
+def by_head(x: Tensor) -> Tensor:
+    """Turn (tokens, heads, head) into (1, heads, tokens, head)."""
+    return x[None].transpose(1, 2)
+
+
+class Queries(nn.Module):
+    """All heads' queries from their low-rank vectors."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.sizes = s = sizes
+        self.up = nn.Linear(s.q_lora, s.heads * (s.head + s.rope_head), bias=False, dtype=dtype)
+        self.rotary = Rotary(s, dtype)
+
+    def forward(self, latent: Tensor) -> Tensor:
+        s = self.sizes
+        plain, rope = self.up(latent).view(-1, s.heads, s.head + s.rope_head).split([s.head, s.rope_head], dim=-1)
+        return by_head(torch.cat([plain, self.rotary(rope)], dim=-1))
+
+
+class KeysValues(nn.Module):
+    """All heads' keys and values from their low-rank vectors, and the part of the keys that has position, which all heads share."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.sizes = s = sizes
+        self.up = nn.Linear(s.kv_lora, s.heads * (s.head + s.value_head), bias=False, dtype=dtype)
+        self.rotary = Rotary(s, dtype)
+
+    def forward(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        s = self.sizes
+        plain, values = self.up(latent).view(-1, s.heads, s.head + s.value_head).split([s.head, s.value_head], dim=-1)
+        keys = torch.cat([plain, self.rotary(rope[:, None, :]).expand(-1, s.heads, -1)], dim=-1)
+        return by_head(keys), by_head(values)
+
+
 class LatentAttention(nn.Module):
-    """Queries, keys and values come from low-rank vectors; all heads share the part of the key that has position."""
+    """Queries, keys and values come from low-rank vectors."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
         super().__init__()
         self.sizes = s = sizes
         self.q_down = nn.Linear(s.hidden, s.q_lora, bias=False, dtype=dtype)
         self.q_norm = nn.RMSNorm(s.q_lora, eps=1e-6, dtype=dtype)
-        self.q_up = nn.Linear(s.q_lora, s.heads * (s.head + s.rope_head), bias=False, dtype=dtype)
+        self.queries = Queries(s, dtype)
         self.kv_down = nn.Linear(s.hidden, s.kv_lora + s.rope_head, bias=False, dtype=dtype)
         self.kv_norm = nn.RMSNorm(s.kv_lora, eps=1e-6, dtype=dtype)
-        self.kv_up = nn.Linear(s.kv_lora, s.heads * (s.head + s.value_head), bias=False, dtype=dtype)
+        self.keys_values = KeysValues(s, dtype)
         self.out = nn.Linear(s.heads * s.value_head, s.hidden, bias=False, dtype=dtype)
-        angles = torch.outer(torch.arange(s.tokens), 10_000.0 ** -(torch.arange(0, s.rope_head, 2) / s.rope_head))[:, None, :]
-        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
-        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        left, right = x.chunk(2, dim=-1)
-        return torch.cat([left * self.cos - right * self.sin, right * self.cos + left * self.sin], dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
         s = self.sizes
-        q = self.q_up(self.q_norm(self.q_down(x))).view(-1, s.heads, s.head + s.rope_head)
-        q_plain, q_rope = q.split([s.head, s.rope_head], dim=-1)
-        latent, k_rope = self.kv_down(x).split([s.kv_lora, s.rope_head], dim=-1)
-        kv = self.kv_up(self.kv_norm(latent)).view(-1, s.heads, s.head + s.value_head)
-        k_plain, v = kv.split([s.head, s.value_head], dim=-1)
-        k_rope = self.rotate(k_rope[:, None, :]).expand(-1, s.heads, -1)
-        q = torch.cat([q_plain, self.rotate(q_rope)], dim=-1)
-        k = torch.cat([k_plain, k_rope], dim=-1)
-        q, k, v = (t[None].transpose(1, 2) for t in (q, k, v))  # (1, heads, tokens, head)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        queries = self.queries(self.q_norm(self.q_down(x)))
+        latent, rope = self.kv_down(x).split([s.kv_lora, s.rope_head], dim=-1)
+        keys, values = self.keys_values(self.kv_norm(latent), rope)
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return self.out(attended.transpose(1, 2).reshape(-1, s.heads * s.value_head))
 
 
@@ -167,6 +211,8 @@ class MixtureOfExperts(nn.Module):
         # (expert, in, out), so that the products save the Parameters themselves and no views of them.
         self.fc1 = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden, 2 * sizes.expert, dtype=dtype))
         self.fc2 = nn.Parameter(torch.empty(sizes.num_experts, sizes.expert, sizes.hidden, dtype=dtype))
+        self.act = Activation()
+        self.shared_act = Activation()
         self.shared_gate = nn.Linear(sizes.hidden, 2 * sizes.expert, bias=False, dtype=dtype)
         self.shared_down = nn.Linear(sizes.expert, sizes.hidden, bias=False, dtype=dtype)
 
@@ -179,13 +225,13 @@ class MixtureOfExperts(nn.Module):
         hidden = fc1.commit(hidden)
         act = self.group("moe_act", hidden)
         with act as hidden:
-            product = SwiGLU.apply(hidden, to.weight)
+            product = self.act(hidden, to.weight)
         del hidden
         return act.commit(torch._grouped_mm(product, self.fc2, offs=to.ends))
 
     def forward(self, x: Tensor) -> Tensor:
         to = self.router(x)
-        shared = self.shared_down(SwiGLU.apply(self.shared_gate(x), None))
+        shared = self.shared_down(self.shared_act(self.shared_gate(x), None))
         return shared.index_add(0, to.tokens, self.routed(x, to))
 
 
@@ -222,6 +268,15 @@ class Chunk(nn.Module):
         return x
 
 
+# What is cheap to make again for the bytes that it frees; the gather of dispatched tokens is found by itself.
+PLAN = {
+    "*.{attn_norm,mlp_norm,q_norm,kv_norm}": "recompute",
+    "*.attn.{queries,keys_values}": "recompute",
+    "*.moe.{act,shared_act}": "recompute",
+    "*": "offload",
+}
+
+
 class DeepSeekStage(Workload):
     """The first pipeline stage. Inputs and the gradients of outputs are noise, made when a slot begins, as if just received."""
 
@@ -241,6 +296,7 @@ class DeepSeekStage(Workload):
             )
         initialise(self.chunks, seed=seed)
         self.blocks = [layer for chunk in self.chunks for layer in chunk.layers]
+        self.plan = PLAN
         self.slots = one_f_one_b(sizes.microbatches, stages=sizes.stages, chunks=sizes.chunks)
         self.facts = {"model": "DeepSeek-V3, one rank of PP4 EP16", "router": router.__name__, "dtype": str(dtype), **asdict(sizes)}
         self.sizes, self.device, self.dtype = sizes, device, dtype

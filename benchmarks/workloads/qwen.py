@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from backhaul.presets import norms_and_activations
 from benchmarks.workloads.base import Slot, Workload, initialise
 
 LOSS_CHUNK = 2048  # tokens whose logits are on the device at once
@@ -103,6 +104,7 @@ class QwenTraining(Workload):
         nn.init.normal_(model.get_input_embeddings().weight, generator=torch.Generator(device).manual_seed(seed))
         self.chunks = nn.ModuleList([WithLoss(model)])
         self.blocks = list(model.model.layers)
+        self.plan = {**norms_and_activations, "*": "offload"}
         self.slots = (Slot(kind="forward", microbatch=0), Slot(kind="backward", microbatch=0))
         self.facts = {
             "model": type(model).__name__,

@@ -262,7 +262,10 @@ def kept_by(node: torch.autograd.graph.Node, name: str) -> Any:
     A Python number is kept as a 0-dim tensor that hooks never see, and comes as that tensor; so does anything that was saved without hooks.
     Why: a recipe starts from the promises that its node holds. Public replacement: none for ``_raw_saved_*``.
     """
-    kept = getattr(node, "_raw_saved_" + name)
+    try:
+        kept = getattr(node, "_raw_saved_" + name)
+    except RuntimeError:  # a list, of a node that has run and let go
+        return None
     return tuple(each.data for each in kept) if isinstance(kept, tuple) else kept.data
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from torch import nn
 
 from backhaul import _torch
-from backhaul.actions import Action, Offload, Recompute
+from backhaul.actions import Action, Offload
 from backhaul.engine import Engine
 from backhaul.plans import Plan, Resolved
 from backhaul.recomputing import Site
@@ -32,20 +32,21 @@ def wrappers_for(
     _refuse_inside_compiled(resolved, compiled)
     strangers: list[Tier] = []
 
+    def duty_of_action(action: Action) -> Duty:
+        if not isinstance(action, Offload):
+            return Duty(keep=True)
+        if isinstance(action.tier, Tier):
+            strangers.append(action.tier)
+        return Duty(tier=None if action.tier is None else tier_of(action.tier), recipes=True)
+
     def duty_of(name: str) -> Duty:
-        action: Action = resolved.actions[name]
-        if isinstance(action, Offload):
-            tier = None if action.tier is None else tier_of(action.tier)
-            if isinstance(action.tier, Tier):
-                strangers.append(action.tier)
-            return Duty(tier=tier, recipes=True)
-        if isinstance(action, Recompute) and name in resolved.units:
-            return Duty(keep=True, site=Site(name, modules[name], keep_outputs=resolved.kept.get(name, ()), verify=verify))
-        return Duty(keep=True)
+        if name not in resolved.units:
+            return duty_of_action(resolved.actions[name])
+        return Duty(keep=True, site=Site(name, modules[name], keep_outputs=resolved.kept.get(name, ()), verify=verify))
 
     engine.has_plan = True
-    action = plan.default
-    engine.default = Duty(recipes=True) if isinstance(action, Offload) else Duty(keep=True)
+    engine.moves = bool(resolved.units) or any(isinstance(action, Offload) for action in resolved.actions.values())
+    engine.default = duty_of_action(plan.default)
     wrappers = []
     for name in _places(model, resolved, modules, compiled):
         wrappers.append(Wrapper(engine, modules[name] if name else model, name, is_root=not name, duty=duty_of(name)))

@@ -66,6 +66,35 @@ class Base:
         return self.layout.view(self.promise.restore(bring).untyped_storage())
 
 
+def depth_of(promise: object) -> int:
+    """Return how many makers have to work one after the other for a promise."""
+    if isinstance(promise, (Claim, Base)):
+        return depth_of(promise.promise)
+    return promise.made.depth if isinstance(promise, Remade) else 0
+
+
+class Leaf:
+    """The promise for a parameter that a recipe starts from, with the values that it had."""
+
+    __slots__ = ("home", "parameter", "version")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.version = _torch.version_of(parameter)
+        self.home = weakref.ref(parameter.untyped_storage())
+
+    def restore(self, bring: Bring) -> Tensor:
+        parameter = self.parameter
+        if _torch.version_of(parameter) != self.version:
+            raise modified_in_place(parameter, self.version)
+        if parameter.untyped_storage() is not self.home():
+            raise RuntimeError(
+                f"a parameter of shape {list(parameter.shape)} got other data between forward and backward, and what is made again from "
+                'it would get other values; assign its data after backward, or put the module that uses it under "save"'
+            )
+        return parameter.detach()
+
+
 class Claim:
     """What autograd holds for one saved tensor of one node: a promise, which others may know of, too."""
 
@@ -164,7 +193,7 @@ class Claims:
     def of_leaf(self, leaf: Tensor, user: Node) -> Promise | None:
         """Return the promise for a leaf of the graph that ``user`` has as an operand."""
         if type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided and self.is_steady(leaf) and self.is_unwritten(leaf, user):
-            return Kept(leaf)
+            return Leaf(leaf) if isinstance(leaf, nn.Parameter) else Kept(leaf)
         return None
 
     def eps_of(self, kept: Any) -> Eps | None:
@@ -175,7 +204,10 @@ class Claims:
         if type(promise) is Remade:
             return _of_its_own(promise)  # it counts who has had the value
         if type(promise) is Kept:
-            return promise if type(promise.alias) in (Tensor, nn.Parameter) and self.is_steady(promise.alias) else None
+            kept = promise.alias
+            if type(kept) not in (Tensor, nn.Parameter) or not self.is_steady(kept):
+                return None
+            return Leaf(kept) if isinstance(kept, nn.Parameter) else promise
         if type(promise) is Recast:
             return promise if self.is_steady(promise.source) else None
         return promise if type(promise) is Saved else None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul.claims import norm_eps
+from backhaul.claims import depth_of, norm_eps
 from backhaul.flow import Link
 from backhaul.kinds import cast_parameter, is_parameter, parameter_versions, size_in_memory, take_apart, why_it_stays
 from backhaul.moving import Mover, Warner
@@ -32,7 +32,7 @@ from backhaul.operands import OwnClaims, Shapes
 from backhaul.recipes import recipe_for
 from backhaul.recomputing import run_unit
 from backhaul.registry import Record, Registry, Steady
-from backhaul.remade import Made, Outputs, Remade
+from backhaul.remade import MOST_DEPTH, Made, Outputs, Remade
 from backhaul.reporting import Tally
 from backhaul.saved import Blob, Kept, Layout, Parts, Promise, Recast, Saved, View
 from backhaul.scopes import OFFLOAD, Duty, Frame, Here, Scope, Storages, groups_of, hooks_owner, plain_tensors
@@ -50,6 +50,7 @@ class Engine:
     """The saved-tensor hooks of one handle."""
 
     has_plan = False  # tensors may be made again, rather than kept or moved
+    moves = True  # anything is to leave the device
 
     def __init__(self, modules: Sequence[nn.Module], *, tier: Tier, activation_budget: int | None, min_bytes: int) -> None:
         self.modules = [weakref.ref(module) for module in modules]
@@ -109,6 +110,11 @@ class Engine:
         other = hooks_owner()
         if module is not None and isinstance(other, Engine) and any(module in set(root.modules()) for root in other._alive()):
             raise ValueError(f"{name!r} is part of a module that another handle manages already; leave one of them out")
+        if isinstance(other, Engine) and (unit := other.here.unit) is not None:
+            raise ValueError(
+                f"{name!r} is managed by a handle of its own, and called inside {unit.site.fqn!r}, which another handle runs again; "
+                "manage it in that handle's plan, or remove its handle"
+            )
         refused = _torch.saved_tensors_hooks_refused()
         if refused is not None:
             where = "a torch.func transform, which allows no saved-tensor hooks" if _torch.inside_functional_transform() else refused
@@ -138,8 +144,9 @@ class Engine:
         """Run ``forward`` in its scope: as a unit, if it is one."""
         if scope.site is not None:
             return run_unit(scope.site, self, forward, args, kwargs)
+        scope.settles = scope.duty.recipes
         result = forward(*args, **kwargs)
-        if scope.duty.recipes:
+        if scope.settles:
             with self.lock, self._steady:
                 self._shapes.settle(scope, result)
         return result
@@ -157,7 +164,7 @@ class Engine:
 
     def _say_if_nothing_moves(self) -> None:
         tally = self.tally
-        if (tally.num_passes or tally.num_turned_away) >= 3 and not tally.offloaded_bytes:
+        if self.moves and (tally.num_passes or tally.num_turned_away) >= 3 and not (tally.offloaded_bytes or tally.recomputed_bytes):
             reason = tally.why_nothing(self.min_bytes)
             self.warner.once("nothing", f"backhaul offloaded 0 of {format_bytes(tally.saved_bytes)} in three passes: {reason}")
 
@@ -189,7 +196,17 @@ class Engine:
 
     def unpack(self, promise: Promise) -> Tensor:
         """Give the tensor of a promise back. What is made again is made without our lock: it is the user's code that runs."""
-        return promise.restore(self._bring)
+        tensor = promise.restore(self._bring)
+        if self.has_plan and any(len(station.streams) > 1 for station in self.stations.values()):
+            self._hold(tensor)
+        return tensor
+
+    def _hold(self, tensor: Tensor) -> None:
+        """Have what was made again stay until all streams have read it (stations.py, [Note: Whose memory])."""
+        for plain in plain_tensors(tensor):
+            if (station := self.stations.get(plain.device)) is not None and self.registry.find(plain.untyped_storage()) is None:
+                with self.lock:
+                    station.dropped.append(plain.untyped_storage())
 
     def _bring(self, blob: Blob) -> None:
         with self.lock, self._steady:
@@ -287,7 +304,7 @@ class Engine:
             return "save"
         if tensor.numel() * tensor.element_size() * SLICE < blob.num_bytes:
             return "slice"
-        return self._shapes.hope(blob, scope) if scope.duty.recipes else ""
+        return self._shapes.hope(blob, scope) if scope.settles else ""
 
     def _made(self, tensor: Tensor, storage: UntypedStorage, scope: Scope, *, chained: bool) -> Made | None:
         """Return what makes the storage again, where a unit has returned it or plain code has made it cheaply."""
@@ -296,11 +313,15 @@ class Engine:
             return None
         made = outputs.find(tensor)
         if made is not None:
-            return made if made.chains or not chained else None
+            return made if not chained or (made.chains and made.depth < MOST_DEPTH) else None
         recipe = recipe_for(tensor, self.claims) if scope.duty.recipes else None
         if recipe is None:
             return None
+        depth = 1 + max(map(depth_of, recipe.parts))
+        if depth > MOST_DEPTH:
+            return None
         made = Made(recipe, storage)
+        made.depth = depth
         outputs.note(tensor, made)
         return made
 
@@ -314,7 +335,7 @@ class Engine:
             self.tally.saved(scope.fqn, blob.num_bytes, "shared with an earlier pass")
         blob.views.append(view)
         alias = view.alias
-        if scope.duty.keep and not blob.reason:
+        if scope.duty.keep:
             self.mover.stay(station, blob, storage, "save")
         elif blob.reason == "slice" and alias.numel() * alias.element_size() * SLICE >= blob.num_bytes:
             self.mover.offer_again(station, blob)

@@ -64,6 +64,10 @@ class Mover:
 
     def stay(self, station: Station, blob: Blob, storage: UntypedStorage, reason: str) -> None:
         """Have a blob stay whose storage is alive, whatever has been done with it."""
+        if blob.reason:
+            self.tally.keeps_instead(blob.num_bytes, reason, instead_of=blob.reason)
+            blob.reason = reason
+            return
         if blob.released:
             blob.take_back(storage)
         self._forget_copy(blob)

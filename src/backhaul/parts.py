@@ -26,11 +26,17 @@ class Part(NamedTuple):
     made: "weakref.ref[Made] | None"
     print: int | None = None  # with ``verify``
     inside: str = ""  # the innermost module known to have been running
+    node: str | None = None  # the kind of node that made it: a run that does something else mostly shows in that
 
 
 def is_cache(value: Any) -> bool:
     """Say whether the value is one of those that a module extends each time it runs, as ``DynamicCache``."""
     return type(value).__name__.endswith("Cache")
+
+
+def has_state(value: Any) -> bool:
+    """Say whether the value is an object that a module may write to, as nothing else will tell."""
+    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and not callable(value)
 
 
 _LEAVES = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))

@@ -35,9 +35,10 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul.choices import Recording
+from backhaul.claims import depth_of
 from backhaul.globs import matches
 from backhaul.kinds import take_apart, why_it_stays
-from backhaul.parts import Part, flatten, is_cache, layout_of, plain_parts, storages_of, unflatten
+from backhaul.parts import Part, flatten, has_state, is_cache, layout_of, plain_parts, storages_of, unflatten
 from backhaul.remade import Made, Remade
 from backhaul.replaying import Surroundings
 from backhaul.rerunning import Rerun
@@ -184,6 +185,7 @@ class Unit:
         "storages",
         "surroundings",
         "training",
+        "variables",
         "versions",
     )  # fmt: skip
 
@@ -213,6 +215,7 @@ class Unit:
                 raise site.refuse("it takes a cache, which a second run would extend once more", "call the model with use_cache=False")
             generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         self.surroundings = Surroundings(self._accelerators(), generators)
+        self.variables = [(leaf, dict(vars(leaf))) for leaf in leaves if has_state(leaf)]  # until the forward has ended
 
     def _hold(self, tensor: Tensor, known: dict[int, Input]) -> Input:
         held = known.get(id(tensor))  # what is passed twice is one tensor the second time, too
@@ -292,11 +295,14 @@ class Unit:
         return made
 
     def _part(self, tensor: Tensor, made: Made | None, layout: Layout | None) -> Part:
-        reference = None if made is None else weakref.ref(made)
+        if made is None:
+            reference = node = None
+        else:
+            reference, node = weakref.ref(made), type(tensor.grad_fn).__name__
         if not self.site.verify:
-            return Part(layout, reference)
+            return Part(layout, reference, node=node)
         stack = self.inside.stack if self.inside is not None else ()
-        return Part(layout, reference, fingerprint(tensor), stack[-1] if stack else "")
+        return Part(layout, reference, fingerprint(tensor), stack[-1] if stack else "", node)
 
     def finish(self, output: Any) -> list[tuple[Tensor, Made]]:
         """End the first run. Return the tensors in what the module returned whose storages can be made again, and what makes them.
@@ -321,8 +327,9 @@ class Unit:
                     found.append((tensor, made))
         returned = {id(made): made for _, made in found}.values()
         chains = num_inside <= sum([made.num_bytes for made in returned])
+        depth = 1 + max((depth_of(leaf.promise) for leaf in self.leaves if isinstance(leaf, Input)), default=0)
         for made in returned:
-            made.chains = chains
+            made.chains, made.depth = chains, depth
         if self.recording is not None:
             self.site.chooses = bool(self.site.chooses or self.recording.chosen)
             self.recording = self.recording if self.recording.chosen else None
@@ -338,6 +345,10 @@ class Unit:
             raise site.refuse("it writes to an input in place", f"have it not do so (inplace=False), {instead}")
         if name := site.written(self.versions):
             raise site.refuse(f"it writes to {name!r} in its forward, and would do so twice", instead)
+        variables, self.variables = self.variables, []
+        for leaf, before in variables:
+            if vars(leaf).keys() != before.keys() or any(value is not before[name] for name, value in vars(leaf).items()):
+                raise site.refuse(f"it writes to an argument, a {type(leaf).__name__}, and would do so twice", instead)
         for name in () if self.inside is None else self.inside.written():
             raise site.refuse(f"keep_outputs keeps what {name!r} returns, and that is written in place", "leave it out of keep_outputs")
 

@@ -14,7 +14,6 @@ As elsewhere (saved.py, [Note: Ownership]), promises own everything: a promise i
 what it starts from. A maker has weak references to what it made.
 """
 
-import functools
 import threading
 import weakref
 from typing import Protocol
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul.saved import Bring, View, modified_in_place
+from backhaul.saved import Bring, View, empty, modified_in_place
 
 
 class Maker(Protocol):
@@ -47,10 +46,11 @@ class Made:
         lock: held while it is made and handed out; those that one maker makes together share it.
     """
 
-    __slots__ = ("__weakref__", "chains", "home", "lock", "maker", "num_bytes", "promises", "storage", "stream")
+    __slots__ = ("__weakref__", "chains", "depth", "home", "lock", "maker", "num_bytes", "promises", "storage", "stream")
 
     def __init__(self, maker: Maker, storage: UntypedStorage, lock: "threading.RLock | None" = None) -> None:
         self.maker = maker
+        self.depth = 1  # of makers that have to work one after the other, from what is kept
         self.chains = True  # cheap enough in memory that another maker may start from it (recomputing.py, [Note: Chains])
         self.lock = threading.RLock() if lock is None else lock
         self.home = weakref.ref(storage)  # the original, or what was made last
@@ -112,6 +112,9 @@ class Remade:
         return view.layout.view(self.made.hand_to(self, bring))
 
 
+MOST_DEPTH = 8  # of makers that start from what another one makes: all that they make is there at once
+
+
 class Outputs:
     """Storages that can be made again should an operation save them, as long as they are alive and nobody writes to them.
 
@@ -163,10 +166,5 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
 def _counter(tensor: Tensor) -> Tensor:
     """Return an alias that shares the version counter, without the storage."""
     alias = tensor.detach()
-    alias.data = _bare(alias.dtype, alias.device)
+    alias.data = empty(alias.dtype, alias.device)
     return alias
-
-
-@functools.lru_cache(maxsize=64)
-def _bare(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)

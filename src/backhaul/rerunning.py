@@ -33,6 +33,7 @@ class Rerun:
 
     def __init__(self, unit: "Unit") -> None:
         self.unit = unit
+        self.keeper = unit.keeper
         parts = (*(part for pack in unit.packs for part in pack), *unit.outputs)
         mades = [made for part in parts if part.made is not None and (made := part.made()) is not None]
         self.waiting = {id(made): made for made in mades if made.wanted}
@@ -108,6 +109,8 @@ class Rerun:
                 raise self.unit.differs(
                     f"{what} is {_describe(layout)} the second time and {_describe(part.layout)} the first", part.inside
                 )
+            if part.node is not None and (now := type(tensor.grad_fn).__name__) != part.node:
+                raise self.unit.differs(f"{what} was made by {now} the second time and by {part.node} the first", part.inside)
             if part.print is not None:
                 self.unchecked.append((tensor.detach(), part, what))
             made = part.made() if part.made is not None else None

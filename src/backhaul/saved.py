@@ -22,6 +22,7 @@ blob, and the storage is copied again.
 An alias is never handed out where it may be released: whoever got it would see it emptied.
 """
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -59,6 +60,12 @@ class Layout(NamedTuple):
         return _torch.neg_view(tensor) if self.is_neg else tensor
 
 
+@functools.lru_cache(maxsize=64)
+def empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of nothing, the same one each time: to make it costs as much as the rest of a promise."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 def flat(storage: UntypedStorage) -> Tensor:
     """Return all bytes of ``storage`` as a 1-D uint8 tensor."""
     return Layout(torch.uint8, torch.Size((storage.nbytes(),)), (1,), 0, False, False).view(storage)
@@ -93,7 +100,7 @@ class View:
 
     def let_go(self) -> None:
         """Give up the storage, keep the version counter."""
-        bare = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
+        bare = empty(self.alias.dtype, self.alias.device)
         self.alias.data = bare.conj() if self.layout.is_conj else bare
 
     def take_back(self, storage: UntypedStorage) -> None:

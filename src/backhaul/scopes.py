@@ -98,13 +98,14 @@ class Group(NamedTuple):
 class Scope:
     """A module at work in a frame: hands out keys for what is saved in it."""
 
-    __slots__ = ("call", "duty", "fqn", "frame", "groups", "hopes", "module", "num_packs", "site")
+    __slots__ = ("call", "duty", "fqn", "frame", "groups", "hopes", "module", "num_packs", "settles", "site")
 
     def __init__(self, frame: Frame, fqn: str, module: nn.Module | None, duty: Duty = OFFLOAD, site: "Site | None" = None) -> None:
         self.frame = frame
         self.fqn = fqn
         self.duty = duty  # for what is saved here; where the module is a unit, for what it starts from
         self.site = site
+        self.settles = False  # somebody looks, once the module has returned, what is needed of what it saved
         self.hopes: list[weakref.ref[Any]] = []  # blobs of which no more than the shape may be needed
         self.module = module  # until its parameters have been looked up
         self.groups: list[Group] = []  # of parameters inside that may be gathered apart
@@ -262,7 +263,9 @@ def region(watcher: Watcher) -> Iterator[None]:
 @contextlib.contextmanager
 def paused(watcher: Watcher) -> Iterator[None]:
     """Take the watcher's hooks off this thread for a while, if they are the innermost, and run managed modules untouched."""
-    innermost = _torch.top_saved_tensors_hooks() if hooks_owner() is watcher else None
+    owner = hooks_owner()
+    mine = owner is watcher or getattr(owner, "keeper", None) is watcher  # a unit that runs again
+    innermost = _torch.top_saved_tensors_hooks() if mine else None
     watcher.here.paused += 1
     if innermost is not None:
         pop_saved_tensors_hooks()

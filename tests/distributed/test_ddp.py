@@ -100,3 +100,15 @@ def test_compiled_replicas_train_the_same_and_no_weight_moves(world: World, wher
     for answer in world.run(train_compiled, where, managed_first):
         assert answer.weights == []
         assert answer.first == OF_A_STACK
+
+
+def train_by_plan(managed_first: bool) -> Moved:
+    return moved(Stack, DistributedDataParallel, step, managed_first=managed_first, plan={"layers.*": "recompute", "*": "offload"})
+
+
+@FIRST
+def test_a_plan_recomputes_blocks_of_replicas(world: World, managed_first):
+    for answer in world.run(train_by_plan, managed_first):
+        assert answer.weights == []
+        assert answer.first == [INPUT_BYTES] * DEPTH  # the head's input is made again with its block
+        assert answer.recomputed_bytes > 0

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
@@ -139,19 +139,21 @@ def test_w2_of_compiled_checkpoints_the_layer_inputs_move_where_torch_can_compil
 # Groups of their own under FSDP2
 
 
-def train_grouped(shape: tuple[int, int], compiled: bool, whole: bool) -> Moved:
+def train_grouped(shape: tuple[int, int], compiled: bool, whole: bool, half: bool) -> Moved:
     """Shard experts over one dimension of a mesh and gather them over the other, apart from the rest of their block."""
 
     def change(model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))["dp"]
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+        options = {"mesh": mesh, "mp_policy": policy}
         spread(model, shape=shape)
         for layer in model.layers:
             if compiled:
                 layer.experts.compile(backend="aot_eager", fullgraph=True)
-            fully_shard(layer.experts, mesh=mesh)
+            fully_shard(layer.experts, **options)
             if not whole:
-                fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+                fully_shard(layer, **options)
+        return fully_shard(model, **options)
 
     return moved(lambda: Stack(Block), change, step)
 
@@ -160,9 +162,15 @@ def train_grouped(shape: tuple[int, int], compiled: bool, whole: bool) -> Moved:
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=["spread", "gathered"])
 def test_c13_experts_gathered_in_groups_of_their_own_stay(world: World, shape, compiled, whole):
-    for answer in world.run(train_grouped, shape, compiled, whole):
+    for answer in world.run(train_grouped, shape, compiled, whole, False):
         assert answer.weights == []
         assert answer.first == sorted(DEPTH * ([INPUT_BYTES] * 3 + [EXPERT_BYTES] * 2) + [INPUT_BYTES])
+
+
+def test_c13_experts_gathered_in_half_precision_stay(world: World):
+    for answer in world.run(train_grouped, (2, 1), False, False, True):
+        assert answer.weights == []
+        assert answer.first == sorted(DEPTH * ([INPUT_BYTES // 2] * 3 + [EXPERT_BYTES // 2] * 2) + [INPUT_BYTES // 2])
 
 
 # Tokens that travel

@@ -1,5 +1,6 @@
 """FSDP2: gathered weights stay, whatever is nested in what, and every rank trains as without backhaul."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -7,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import init_device_mesh
 
 from tests.distributed.launcher import World
@@ -193,6 +202,59 @@ def test_groups_gathered_one_after_the_other_in_one_scope_stay(world: World, com
     answers = world.run(train_halves, compiled)
     assert_no_weight_moves(answers)
     assert [answer.first for answer in answers] == [sorted(2 * OF_A_BLOCK)] * 2
+
+
+def train_compiled_half() -> Moved:
+    return moved(Stack, lambda model: shard(changed(model, in_place), precision=HALF), step)
+
+
+def test_weights_gathered_in_half_precision_stay_as_inputs_of_compiled_blocks(world: World):
+    answers = world.run(train_compiled_half)
+    assert_no_weight_moves(answers)
+    assert [answer.first for answer in answers] == [[size // 2 for size in OF_A_STACK]] * 2
+
+
+def train_fsdp1(own_parameters: bool, managed_first: bool) -> Moved:
+    def change(model: nn.Module) -> nn.Module:
+        policy = ModuleWrapPolicy({Block})
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=own_parameters, device_id=torch.device("cpu"))
+
+    warnings.simplefilter("ignore")  # the launcher restores them
+    return moved(Stack, change, step, managed_first=managed_first)
+
+
+@pytest.mark.parametrize(("own_parameters", "managed_first"), [(True, False), (False, True)], ids=["use_orig_params", "flat parameters"])
+def test_fsdp1_moves_exactly_the_activations_too(world: World, own_parameters, managed_first):
+    answers = world.run(train_fsdp1, own_parameters, managed_first)
+    assert_no_weight_moves(answers)
+    assert [answer.first for answer in answers] == [OF_A_STACK] * 2
+
+
+# Beside plans
+
+INSIDE, WHOLE = {"layers.*.up": "recompute", "*": "offload"}, {"layers.*": "recompute", "*": "offload"}
+
+
+def train_by_plan(plan: dict[str, str], reshard: bool, precision: MixedPrecisionPolicy) -> Moved:
+    return moved(Stack, partial(shard, reshard=reshard, precision=precision), step, plan=plan)
+
+
+@pytest.mark.parametrize("precision", [FULL, HALF], ids=["float32", "bfloat16"])
+def test_a_plan_recomputes_parts_of_blocks(world: World, precision):
+    answers = world.run(train_by_plan, INSIDE, True, precision)
+    assert_no_weight_moves(answers)
+    half = 2 if precision is HALF else 1
+    assert [answer.first for answer in answers] == [[INPUT_BYTES // half] * (DEPTH + 1)] * 2  # of the blocks and the head
+    assert all(answer.recomputed_bytes >= 3 * DEPTH * HIDDEN_BYTES // half for answer in answers)
+
+
+@pytest.mark.parametrize(
+    "reshard", [pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="SHARDING-4: runs again before it is gathered")), False]
+)
+def test_a_plan_recomputes_whole_blocks(world: World, reshard):
+    answers = world.run(train_by_plan, WHOLE, reshard, FULL)
+    assert_no_weight_moves(answers)
+    assert [answer.first for answer in answers] == [[INPUT_BYTES] * DEPTH] * 2  # the head's input is made again with its block
 
 
 # How it is driven

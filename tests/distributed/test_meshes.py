@@ -32,6 +32,18 @@ def train_hybrid() -> Moved:
     return moved(Stack, change, step)
 
 
+def train_half_gathered() -> Moved:
+    """After forward, keep halves on pairs of ranks and not quarters on all four."""
+
+    def change(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (4,))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+        return fully_shard(model, mesh=mesh)
+
+    return moved(Stack, change, step)
+
+
 def train_sharded_parallel(compiled: bool) -> Moved:
     def change(model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -45,8 +57,9 @@ def train_sharded_parallel(compiled: bool) -> Moved:
     return moved(Stack, change, step)
 
 
-def test_hybrid_shards_move_exactly_the_activations(world_of_four: World):
-    for answer in world_of_four.run(train_hybrid):
+@pytest.mark.parametrize("train", [train_hybrid, train_half_gathered], ids=["hybrid", "resharded to pairs"])
+def test_shards_on_four_ranks_move_exactly_the_activations(world_of_four: World, train):
+    for answer in world_of_four.run(train):
         assert answer.weights == []
         assert answer.first == sorted(DEPTH * OF_A_BLOCK + [INPUT_BYTES])
 

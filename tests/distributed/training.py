@@ -6,6 +6,7 @@ Does not cover: how a model is sharded; each test file has its own.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Moved:
     fqns: list[str]
     kept: dict[str, int]  # by reason
     saved_bytes: int  # in all steps
+    recomputed_bytes: int  # in all steps
 
     @property
     def first(self) -> list[int]:
@@ -86,6 +88,7 @@ def moved(
     *,
     managed_first: bool = False,
     part: Callable[[nn.Module], Any] = unchanged,
+    plan: dict[str, Any] | None = None,
     steps: int = 3,
     lr: float = 1e-2,
 ) -> Moved:
@@ -97,6 +100,7 @@ def moved(
         step: runs forward and backward; returns what else has to be the same.
         managed_first: manage the model before it is changed, not after.
         part: what of the model is managed.
+        plan: applied to it, rather than everything be offloaded.
         steps: how many.
         lr: of the SGD.
     """
@@ -106,10 +110,12 @@ def moved(
     tier = Watchful()
     torch.manual_seed(0)
     model = build()
-    handle = bh.offload(part(model), tier=tier, activation_budget=0, min_bytes=0) if managed_first else None
+    manage = bh.offload if plan is None else partial(bh.apply, plan=plan)
+    options: dict[str, Any] = {"tier": tier, "activation_budget": 0, "min_bytes": 0}
+    handle = manage(part(model), **options) if managed_first else None
     model = change(model)
     if handle is None:
-        handle = bh.offload(part(model), tier=tier, activation_budget=0, min_bytes=0)
+        handle = manage(part(model), **options)
     stored: list[list[int]] = []
     with handle:
         num_seen = 0
@@ -119,7 +125,7 @@ def moved(
             num_seen = len(tier.records)
         stats, report = handle.stats, handle.report()
     assert stats.resident_bytes == tier.used_bytes == 0
-    return Moved(stored, tier.weights, [row.fqn for row in report.modules], stats.kept_by_reason, stats.saved_bytes)
+    return Moved(stored, tier.weights, [row.fqn for row in report.modules], stats.kept_by_reason, stats.saved_bytes, stats.recomputed_bytes)
 
 
 def _train(model: nn.Module, step: Step, *, steps: int, lr: float, tier: Watchful | None = None) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ SPLIT = ("InterleavedZeroBubble", *V_SHAPED)
 SCHEDULES = (*SINGLE, "Interleaved1F1B", "LoopedBFS", *SPLIT)
 MICROBATCHES = 6
 BATCH = 4 * MICROBATCHES * ROWS * LENGTH * HIDDEN  # bytes
-MOST_OF_A_NODE = 4 * ROWS * LENGTH * HIDDEN * (3 + 1 + 1)  # attention: queries, keys and values, its output, some statistics
+MOST_OF_A_NODE = 4 * ROWS * LENGTH * (3 * HIDDEN + HIDDEN + 2)  # attention: queries, keys and values, its output, a sum for each head
 
 
 class Block(nn.Module):
