@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import backhaul as bh
+from backhaul import _torch
 from backhaul.testing import RecordingTier
 
 WIDTH = 16
@@ -52,6 +54,18 @@ def build() -> Net:
 
 X = torch.linspace(-1, 1, NUM_BYTES // 4).reshape(ROWS, WIDTH)
 MIXED = {"*.norm": "recompute", "*.act": "recompute", "*.v": "save", "*": "offload"}
+PLANS: dict[str, Any] = {
+    "offload": {"*": "offload"},
+    "mixed": MIXED,
+    "layers": {"layers.*": "recompute", "*": "offload"},
+    "the model": bh.Plan({}, default="recompute"),
+}
+ALL_PLANS = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+
+
+def leaf() -> Tensor:
+    """Return an input that wants a gradient."""
+    return X.clone().requires_grad_()
 
 
 def apply(model: nn.Module, plan: Any, tier: "bh.Tier | str | None" = None, **options: Any) -> bh.Handle:
@@ -66,3 +80,12 @@ def step(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
     result = model(*inputs)
     wanted = [*model.parameters(), *(each for each in inputs if each.requires_grad)]
     return [result.detach().clone(), *torch.autograd.grad(result.square().sum(), wanted, materialize_grads=True)]
+
+
+def assert_nothing_left(handle: bh.Handle, tier: RecordingTier) -> None:
+    """Claim that no byte, frame, scope or hook is left of what has run."""
+    engine = handle._engine
+    assert handle.stats.resident_bytes == tier.used_bytes == 0
+    assert not engine.registry.frames
+    assert (engine.here.scope, engine.here.unit, engine.here.outputs) == (None, None, None)
+    assert _torch.top_saved_tensors_hooks() is None

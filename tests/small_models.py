@@ -156,12 +156,12 @@ Step = Callable[[nn.Module, Setting, int], list[Tensor]]
 class Trained:
     """A model in one setting, with what plain training makes of it."""
 
-    def __init__(self, setting: Setting, step: Step) -> None:
+    def __init__(self, setting: Setting, step: Step, model: nn.Module | None = None) -> None:
         self.setting, self.step = setting, step
-        self.model = build(setting)
+        self.model = build(setting) if model is None else model
         self.first = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.traces = traces(self.model)
         self.expected = list(self.steps())
+        self.traces = traces(self.model)  # transformers has left its own in the first forward
 
     def steps(self) -> Iterator[dict[str, Tensor]]:
         """Train from the beginning. Yield, after each step, all that training is made of."""

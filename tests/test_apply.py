@@ -15,7 +15,7 @@ import backhaul as bh
 from backhaul.scopes import wrapper_of
 from backhaul.testing import RecordingTier
 from tests.conftest import Code, same
-from tests.planned import MIXED, NUM_BYTES, WIDTH, X, apply, build, step
+from tests.planned import MIXED, NUM_BYTES, WIDTH, X, apply, build, leaf, step
 
 PLANS: dict[str, Any] = {
     "nothing": {},
@@ -29,10 +29,6 @@ PLANS: dict[str, Any] = {
     "norms, and nothing moves": {"*.norm": "recompute"},
     "projections": {"*.[qkv]": "recompute", "*.norm": "save", "*": "offload"},
 }
-
-
-def leaf() -> Tensor:
-    return X.clone().requires_grad_()
 
 
 def managed(model: nn.Module, plan: Any, *inputs: Tensor, steps: int = 1, **options: Any) -> tuple[RecordingTier, Any]:
@@ -188,7 +184,8 @@ def test_tiers_that_rules_name_are_opened_once_and_closed_with_the_handle_while_
             self.num_closes += 1
 
     mine, other, model = Closes(), Closes(), build()
-    handle = apply(model, {"layers.0.norm": bh.Offload(tier="disk"), "layers.1": bh.Offload(tier="disk"), "*": bh.Offload(tier=other)}, mine)
+    plan = {"layers.0.norm": bh.Offload(tier="disk"), "layers.1": bh.Offload(tier="disk"), "*": bh.Offload(tier=other)}
+    handle = apply(model, plan, mine)
     (disk,) = handle._owned
     assert step(model)
     handle.remove()

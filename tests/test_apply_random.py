@@ -1,7 +1,6 @@
 """Any plan, for any of five real models, however it is trained: the same to the last bit."""
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 

@@ -1,4 +1,4 @@
-"""Saved tensors of which the backward needs no more than the shape, in a model under a plan: freed when the module returns, and not copied."""
+"""Saved tensors of which the backward needs the shape alone, under a plan: freed when the module returns, and not copied."""
 
 import gc
 import weakref

@@ -40,6 +40,11 @@ def stage_module(sizes: dsv3.Sizes, index: int, num_layers: int) -> nn.Module:
     return module
 
 
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return a loss of which the target is the gradient."""
+    return (output * target).sum(dtype=torch.float32)
+
+
 class Pipeline:
     """This rank's stages, and steps that are all the same."""
 
@@ -55,7 +60,6 @@ class Pipeline:
             for module, index in zip(self.modules, indices, strict=True)
         ]
         kind: Callable[..., Any] = Schedule1F1B if chunks == 1 else ScheduleInterleaved1F1B
-        loss = lambda output, target: (output * target).sum(dtype=torch.float32)  # noqa: E731 - the target is the output's gradient
         self.schedule = kind(stages[0] if chunks == 1 else stages, sizes.microbatches, loss_fn=loss, scale_grads=False)
         rows = sizes.microbatches * sizes.tokens
         self.given: tuple[Tensor, ...] = ()

@@ -16,6 +16,7 @@ functions on the instance, ``__getstate__`` and ``_replicate_for_data_parallel``
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import threading
 import weakref
@@ -31,6 +32,7 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from backhaul.garbage import frame_begins, frame_ends
 from backhaul.tiers.base import Tier
 from backhaul.tracing import unless_traced
 
@@ -60,12 +62,13 @@ class Duty:
 
 
 OFFLOAD = Duty()
+_tokens = itertools.count()  # of frames, in the process
 
 
 class Frame:
     """One forward pass of a managed module. Lives as long as it runs, and then as long as anything saved in it."""
 
-    __slots__ = ("__weakref__", "began_at", "calls", "grave", "left_alone", "num", "seen", "thread")
+    __slots__ = ("__weakref__", "began_at", "calls", "grave", "left_alone", "num", "seen", "thread", "token")
 
     def __init__(self, num: int, grave: "deque[Any]") -> None:
         self.num = num
@@ -74,10 +77,13 @@ class Frame:
         self.began_at = _torch.next_node_number()  # of this thread
         self.calls: dict[str, int] = {}
         self.left_alone = Storages()  # too small to move, or futile to move
+        self.token = next(_tokens)
+        frame_begins(self.token)
         self.seen: set[int] = set()  # storages counted in this frame that are no blobs of it: parameters, blobs of earlier frames
 
     def __del__(self) -> None:
-        if hasattr(self, "grave"):  # no interrupt has come before anything was
+        if hasattr(self, "token"):  # no interrupt has come before anything was
+            frame_ends(self.token)
             self.grave.append(self.num)
 
 

@@ -88,7 +88,9 @@ def test_c13_gathered_weights_stay_and_exactly_the_activations_move(world: World
 
 
 def test_weights_that_live_on_the_host_stay_there(world: World):
-    assert_no_weight_moves(world.run(train_sharded, True, FULL, True, False))
+    answers = world.run(train_sharded, True, FULL, True, False)
+    assert_no_weight_moves(answers)
+    assert [answer.first for answer in answers] == [OF_A_STACK] * 2
 
 
 def frozen_stack() -> nn.Module:
@@ -296,7 +298,9 @@ def train_prefetching() -> Moved:
 
 
 def test_weights_gathered_ahead_stay(world: World):
-    assert_no_weight_moves(world.run(train_prefetching))
+    answers = world.run(train_prefetching)
+    assert_no_weight_moves(answers)
+    assert [answer.first for answer in answers] == [OF_A_STACK] * 2
 
 
 def train_blocks_apart() -> Moved:

@@ -1,0 +1,195 @@
+"""Every action on every module of five real models changes no bit of training, and each does what it says with the bytes.
+
+Also with dropout, under autocast, with adapters on frozen weights, with checkpointing, and with several graphs alive.
+"""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.checkpoint import checkpoint
+
+import backhaul as bh
+from tests.small_models import MODELS, Setting, Trained, backward, build, kinds, loss_of, retained, split, trained, two_alive
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning",  # gradient_checkpointing_enable
+    "ignore:backhaul offloaded 0:UserWarning",  # some plans save everything
+)
+
+EVERY_KIND = [pytest.param(model, glob, id=f"{model}-{glob}") for model in MODELS for glob in kinds(build(Setting(model))).values()]
+# What these save is what they were called with, or nothing: they free memory together with others that save the same.
+KEEP_NO_MORE_THAN_INPUTS = ("_proj", "_proj_with_mqa", "lm_head", "embed_tokens", "act_fn", "rotary_emb")
+
+SETTINGS = [
+    Setting(model, **options)
+    for model in MODELS
+    for options in (
+        {"dropout": 0.2},
+        {"attention": "sdpa", "dropout": 0.2},
+        {"autocast": True},
+        {"attention": "sdpa", "autocast": True},
+        {"adapters": True, "dropout": 0.2},
+        {"adapters": True, "autocast": True},
+        {"experts": "batched_mm"},
+    )
+    if Setting(model, **options).is_possible()
+]
+PARTS = {**bh.presets.norms_and_activations, "*.self_attn": "recompute", "*.mlp": "recompute", "*": "offload"}
+
+in_each_model = pytest.mark.parametrize("model", MODELS)
+in_each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=str)
+
+
+@functools.cache
+def all_offloaded(model):
+    return trained(Setting(model)).under({"*": "offload"})
+
+
+# Every action on every module
+
+
+@pytest.mark.parametrize(("model", "glob"), EVERY_KIND)
+def test_a_saved_module_keeps_what_it_saves(model, glob):
+    stats = trained(Setting(model)).under({glob: "save", "*": "offload"})
+    assert stats.recomputed_bytes <= all_offloaded(model).recomputed_bytes
+    assert ("save" in stats.kept_by_reason) == (not glob.endswith("rotary_emb"))  # which saves nothing
+
+
+@pytest.mark.parametrize(("model", "glob"), EVERY_KIND)
+def test_an_offloaded_module_moves_what_only_it_saves(model, glob):
+    stats = trained(Setting(model)).under({glob: "offload"})
+    if not glob.endswith(KEEP_NO_MORE_THAN_INPUTS):
+        assert stats.reloaded_bytes > 0
+    assert stats.kept_bytes > 0 or glob == "model"
+
+
+@pytest.mark.parametrize(("model", "glob"), EVERY_KIND)
+def test_a_recomputed_module_makes_again_what_it_saves(model, glob):
+    case = trained(Setting(model))
+    stats = case.under({glob: "recompute"})
+    assert stats.offloaded_bytes == 0
+    if not glob.endswith(KEEP_NO_MORE_THAN_INPUTS):
+        assert stats.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize(("model", "glob"), EVERY_KIND)
+def test_a_recomputed_module_among_offloaded_ones(model, glob):
+    stats = trained(Setting(model)).under({glob: "recompute", "*": "offload"})
+    assert stats.kept_by_reason.get("save", 0) == 0
+    assert stats.recomputed_bytes > 0
+
+
+# In every setting
+
+
+@in_each_setting
+@pytest.mark.parametrize("depth", range(5))
+def test_all_modules_of_one_depth_under_each_action(setting, depth):
+    case = trained(setting)
+    globs = [glob for glob in kinds(case.model).values() if glob.count(".") == depth]
+    if not globs:
+        pytest.skip("no module lies that deep")
+    for action, rest in (("save", "offload"), ("offload", "save"), ("recompute", "offload")):
+        case.under({**dict.fromkeys(globs, action), "*": rest}, verify_recompute=True)
+
+
+@in_each_setting
+def test_layers_and_the_whole_model_under_each_action(setting):
+    case = trained(setting)
+    saved = case.under({"*": "save"})
+    assert saved.kept_bytes == saved.saved_bytes == saved.kept_by_reason["save"]
+    offloaded = case.under({"*": "offload"})
+    assert offloaded.kept_bytes < 0.1 * offloaded.saved_bytes
+    for glob in ("*", "model", "*.layers.*", "*.layers.0", "*.layers.1"):
+        recomputed = case.under({glob: "recompute"}, verify_recompute=glob == "*.layers.*")
+        assert recomputed.offloaded_bytes == 0 < recomputed.recomputed_bytes
+        case.under({glob: "recompute"} | {"*": "offload"} if glob != "*" else {"*": "recompute"}, tier="host")
+    parts = case.under(PARTS, verify_recompute=True)
+    assert parts.recomputed_bytes > 0.5 * parts.saved_bytes
+
+
+@in_each_setting
+@pytest.mark.parametrize("step", [two_alive, retained, split], ids=lambda step: step.__name__)
+def test_several_graphs_and_several_backward_passes(setting, step):
+    case = trained(setting, step)
+    for plan in ({"*": "offload"}, PARTS, {"*.layers.*": "recompute", "*": "offload"}, {"*": "recompute"}):
+        assert case.under(plan).recomputed_bytes > 0
+
+
+# Checkpointing in the model
+
+
+@in_each_model
+@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("step", [backward, two_alive], ids=lambda step: step.__name__)
+def test_checkpointed_layers_and_any_action(model, kind, step):
+    case = trained(Setting(model, checkpointing=kind, dropout=0.2), step)
+    stats = case.under({"*": "offload"})
+    assert stats.offloaded_bytes >= 3 * 2 * 2 * 12 * 32 * 4  # what both layers start from, in each step
+    case.under(PARTS)
+    case.under({"*.layers.*": "recompute", "*": "offload"}, verify_recompute=True)
+    case.under({"model": "recompute", "*": "offload"})
+
+
+def test_checkpointed_layers_with_adapters_on_frozen_weights():
+    case = trained(Setting("Llama", checkpointing="non-reentrant", adapters=True, dropout=0.2))
+    assert case.under({"*": "offload"}).offloaded_bytes > 0
+    case.under(PARTS)
+
+
+def old_layers(model):
+    """Have each layer checkpoint its ``__call__``, as transformers did before 5.24: what is managed is then inside the region."""
+
+    class Old(type(model.model.layers[0])):
+        def __call__(self, *args, **kwargs):
+            return checkpoint(functools.partial(super().__call__, **kwargs), *args, use_reentrant=False)
+
+    for layer in model.model.layers:
+        layer.__class__ = Old
+    return model
+
+
+@in_each_model
+def test_hooks_inside_a_checkpointed_region_do_not_switch_its_recomputation_off(model):
+    setting = Setting(model, dropout=0.2)
+    case = Trained(setting, backward, old_layers(build(setting)))
+    plain = trained(setting).under({"*": "offload"})
+    for plan in ({"*": "offload"}, {"*.layers.*": "offload"}, {"*.layers.*": "recompute"}, PARTS):
+        stats = case.under(plan)
+        assert stats.saved_bytes < 0.5 * plain.saved_bytes
+
+
+# Budgets
+
+
+def most_of_one_node(loss):
+    """Return the most bytes of saved tensors that one node of a graph has."""
+    nodes: list[Node] = [loss.grad_fn]
+    seen, most = set(nodes), 0
+    while nodes:
+        node = nodes.pop()
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        tensors = [each for value in saved for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
+        storages = {id(each.untyped_storage()): each.untyped_storage().nbytes() for each in tensors if not isinstance(each, nn.Parameter)}
+        most = max(most, sum(storages.values()))
+        fresh = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= fresh
+        nodes += fresh
+    return most
+
+
+@in_each_model
+@pytest.mark.parametrize("plan", [{"*": "offload"}, PARTS], ids=["offload", "parts"])
+def test_resident_bytes_stay_within_the_budget_and_one_node(model, plan):
+    setting = Setting(model)
+    case = trained(setting)
+    one_node = most_of_one_node(loss_of(case.model, setting))
+    for budget in (0, 20_000, 60_000):
+        stats = case.under(plan, activation_budget=budget)
+        assert 0 < stats.peak_resident_bytes <= budget + one_node
