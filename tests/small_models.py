@@ -4,9 +4,7 @@ Covers: building in many settings, adapters on frozen weights, the claim that a 
 Does not cover: which plans (test_apply_models.py, test_apply_random.py).
 """
 
-import contextlib
 import functools
-import gc
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

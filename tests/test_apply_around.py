@@ -1,6 +1,5 @@
 """A plan beside everything else that is done to a model: threads, copies, other handles, compilers, checkpoints."""
 
-import contextlib
 import copy
 import gc
 import io
@@ -190,7 +189,8 @@ def test_checkpointed_regions_inside_units_and_around_them(plan, use_reentrant):
         assert_nothing_left(handle, tier)
 
 
-def test_a_dataclass_among_the_arguments_that_takes_what_the_unit_made_is_refused_or_gone_with_its_graph():
+@pytest.mark.xfail(strict=True, reason="bugs-APPLYBREAK B10b: the refused run's graph stays")
+def test_an_argument_that_takes_what_the_unit_made_is_refused_and_gone_with_its_graph():
     class State:
         made: Any = None
 
@@ -206,7 +206,7 @@ def test_a_dataclass_among_the_arguments_that_takes_what_the_unit_made_is_refuse
     part = Stateful()
     model, tier = Code(lambda x: part(x.cumsum(0), State()).cos(), part), RecordingTier(deferred=True)
     with apply(model, {"parts.0": "recompute", "*": "offload"}, tier) as handle:
-        with contextlib.suppress(ValueError):
+        with pytest.raises(ValueError, match="it writes to an argument, a State"):
             step(model, leaf())
         gc.collect()
         assert_nothing_left(handle, tier)

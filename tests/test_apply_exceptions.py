@@ -1,4 +1,4 @@
-"""Rule 9 and C31 under a plan: whatever is raised, in a unit, in its second run or around them, leaves nothing, and the next step is clean."""
+"""Rule 9 and C31 under a plan: whatever is raised, in a unit, in its second run or around them, leaves nothing behind."""
 
 import contextlib
 import gc

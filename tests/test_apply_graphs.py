@@ -133,7 +133,7 @@ def test_an_optimizer_that_steps_before_backward_raises_what_autograd_raises_or_
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(1e-3)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation|has been written since its forward"):
+            with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has been written since its forward"):
                 loss.backward()
             del loss
         gc.collect()

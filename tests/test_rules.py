@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from backhaul import _torch, engine, scopes
 from backhaul.engine import Engine
-from backhaul.moving import Mover
 from backhaul.flow import Flow
+from backhaul.moving import Mover
 from backhaul.registry import Registry
 from backhaul.saved import Blob, Saved, View
 from backhaul.scopes import Storages

@@ -42,7 +42,9 @@ def wrappers_for(
     def duty_of(name: str) -> Duty:
         if name not in resolved.units:
             return duty_of_action(resolved.actions[name])
-        return Duty(keep=True, site=Site(name, modules[name], keep_outputs=resolved.kept.get(name, ()), verify=verify))
+        around = [module for outer, module in modules.items() if name != outer and (not outer or name.startswith(f"{outer}."))]
+        site = Site(name, modules[name], keep_outputs=resolved.kept.get(name, ()), verify=verify, around=around)
+        return Duty(keep=True, site=site)
 
     engine.has_plan = True
     engine.moves = bool(resolved.units) or any(isinstance(action, Offload) for action in resolved.actions.values())

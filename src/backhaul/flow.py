@@ -17,67 +17,21 @@ runs ahead of the device, so stream order is what counts, and time is known only
 * Whatever was guessed or scheduled, the budget is enforced after each event that can move something.
 """
 
-import enum
 import heapq
 from collections.abc import Iterable, Sequence
 
 from backhaul.course import LAST, Course
+from backhaul.entries import COPYING_IN, COPYING_OUT, KEPT, RELEASED, RELOADED, RESIDENT, STALE, BlobState, FlowBlob, FlowFrame
 from backhaul.steps import DOUBT, Key, Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload
 
 __all__ = ["BlobState", "CopyOut", "Decision", "Flow", "Key", "Link", "Release", "Reload"]
 
 DEFAULT_LINK = Link(d2h_gbps=50.0, h2d_gbps=50.0, both_gbps=90.0)  # about PCIe 5 x16, until it has been measured
-STALE = LAST + 1  # the rank of what is not to be released at all
 KNOWN_STEPS = 4  # orders remembered, so that two kinds of step may alternate
 GUESS_SPAN = 32  # events looked at for one prefetch by guess
 MOST_EVENTS = 1 << 20  # of a step that never ends; what comes after is not learned
 NOWHERE = range(0)
-
-
-class BlobState(enum.Enum):
-    """Where the bytes of a blob are."""
-
-    RESIDENT = enum.auto()  # the device tensor is the only copy
-    COPYING_OUT = enum.auto()  # d2h issued, perhaps ended; the device tensor is still there
-    RELEASED = enum.auto()  # only the tier holds the bytes
-    COPYING_IN = enum.auto()  # h2d issued, perhaps ended, and not used since
-    RELOADED = enum.auto()  # used since it came back; the tier still holds the bytes, so a release needs no copy
-    KEPT = enum.auto()  # on the device, and never moved
-
-
-RESIDENT, COPYING_OUT, RELEASED, COPYING_IN, RELOADED, KEPT = BlobState  # attributes of an enum are slow to look up, and events are many
-
-
-class _Blob:
-    """One blob: its state, and its places in this step and in the learned one."""
-
-    __slots__ = ("ends", "following", "frame", "item", "loose", "name", "num_bytes", "num_needs", "place", "rank", "state", "token")
-
-    def __init__(self, token: int, num_bytes: int) -> None:
-        self.token = token
-        self.num_bytes = num_bytes
-        self.state = KEPT
-        self.name: tuple[int, Key] = (-1, None)
-        self.frame: _Frame | None = None
-        self.place = 0  # in the order of saving in its frame
-        self.item = -1  # in the step being recorded; -1: not recorded
-        self.following = -1  # the same in the learned step; -1: unknown there
-        self.num_needs = 0
-        self.rank = STALE  # the least rank is released first
-        self.loose = False  # movable, and no schedule says when it leaves
-        self.ends = 0.0  # when its copy to the tier should have ended, in ms of the schedule
-
-
-class _Frame:
-    """One forward: its number in the step, and its movable blobs in the order of saving."""
-
-    __slots__ = ("blobs", "ordinal", "small_bytes")
-
-    def __init__(self, ordinal: int) -> None:
-        self.ordinal = ordinal
-        self.blobs: list[_Blob] = []
-        self.small_bytes = 0
 
 
 class Flow:
@@ -99,21 +53,21 @@ class Flow:
         self.num_steps = 0
         self.num_demand_reloads = 0
         self.num_misses = 0  # events that did not come as a learned step has them
-        self._blobs: dict[int, _Blob] = {}
-        self._frames: dict[int, _Frame] = {}
+        self._blobs: dict[int, FlowBlob] = {}
+        self._frames: dict[int, FlowFrame] = {}
         self._num_frames = 0  # of this step
         self._fixed_bytes = 0  # resident, and cannot move
         self._immovable_bytes = 0  # those among them that never could
         self.peak_immovable_bytes = 0
         self._loose_bytes = 0  # resident, and no schedule says when they leave
-        self._copied: list[tuple[int, int, _Blob]] = []  # heaps by rank: what can be released at once,
-        self._uncopied: list[tuple[int, int, _Blob]] = []  # and what must be copied out first
+        self._copied: list[tuple[int, int, FlowBlob]] = []  # heaps by rank: what can be released at once,
+        self._uncopied: list[tuple[int, int, FlowBlob]] = []  # and what must be copied out first
         self._ticks = 0
         self._out_ends = 0.0  # when the queue to the tier should be empty, in ms of the schedule
         self._step = Step()
-        self._known: list[Course[_Blob]] = []  # latest first
-        self._course: Course[_Blob] | None = None
-        self._last: Course[_Blob] | None = None  # of the step that ended last; None where nothing was learned from it
+        self._known: list[Course[FlowBlob]] = []  # latest first
+        self._course: Course[FlowBlob] | None = None
+        self._last: Course[FlowBlob] | None = None  # of the step that ended last; None where nothing was learned from it
         self._decisions: list[Decision] = []
 
     @property
@@ -154,7 +108,7 @@ class Flow:
             self._out_ends = 0.0
             assert self._course is not None
             self._set_out(self._course, [])
-        self._frames[frame] = _Frame(self._num_frames)
+        self._frames[frame] = FlowFrame(self._num_frames)
         self._num_frames += 1
 
     def close_frame(self, frame: int) -> None:
@@ -174,7 +128,7 @@ class Flow:
 
     def saved(self, blob: int, *, frame: int, key: Key, num_bytes: int, movable: bool) -> Sequence[Decision]:
         """Count a blob that autograd has saved."""
-        entry = self._blobs[blob] = _Blob(blob, num_bytes)
+        entry = self._blobs[blob] = FlowBlob(blob, num_bytes)
         self._arrive(entry)
         if not movable:
             self._cannot_move(num_bytes)
@@ -291,25 +245,25 @@ class Flow:
         self._immovable_bytes += num_bytes
         self.peak_immovable_bytes = max(self.peak_immovable_bytes, self._immovable_bytes)
 
-    def _arrive(self, entry: _Blob) -> None:
+    def _arrive(self, entry: FlowBlob) -> None:
         self.resident_bytes += entry.num_bytes
         if entry.loose:
             self._loose_bytes += entry.num_bytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
-    def _depart(self, entry: _Blob) -> None:
+    def _depart(self, entry: FlowBlob) -> None:
         self.resident_bytes -= entry.num_bytes
         if entry.loose:
             self._loose_bytes -= entry.num_bytes
 
-    def _copy_out(self, entry: _Blob) -> None:
+    def _copy_out(self, entry: FlowBlob) -> None:
         entry.state = COPYING_OUT
         if self.scheduled:
             entry.ends = self._out_ends = max(self._out_ends, self._now()) + entry.num_bytes / self.link.d2h_gbps / 1e6
         self._issue(CopyOut, entry)
         self._rank(entry)
 
-    def _release(self, entry: _Blob) -> None:
+    def _release(self, entry: FlowBlob) -> None:
         if entry.state is COPYING_IN:
             self.ahead_bytes -= entry.num_bytes
         entry.state = RELEASED
@@ -317,19 +271,19 @@ class Flow:
         self._depart(entry)
         self._issue(Release, entry)
 
-    def _reload(self, entry: _Blob) -> None:
+    def _reload(self, entry: FlowBlob) -> None:
         entry.state = COPYING_IN
         self.ahead_bytes += entry.num_bytes
         self._arrive(entry)
         self._issue(Reload, entry)
         self._rank(entry)
 
-    def _issue(self, kind: type[CopyOut] | type[Release] | type[Reload], entry: _Blob) -> None:
+    def _issue(self, kind: type[CopyOut] | type[Release] | type[Reload], entry: FlowBlob) -> None:
         self._decisions.append(kind(entry.token))
         if entry.item >= 0:
             self._step.issued.append((len(self._step.events) - 1, kind(entry.item)))
 
-    def _rank(self, entry: _Blob) -> None:
+    def _rank(self, entry: FlowBlob) -> None:
         """Queue a resident blob for release: furthest use first, as far as uses are known; else oldest first; what has been used last."""
         self._ticks += 1
         course = self._course
@@ -346,14 +300,14 @@ class Flow:
             heap[:] = [(rank, tick, each) for rank, tick, each in heap if each.rank == rank]
             heapq.heapify(heap)
 
-    def _enforce(self, needed: _Blob | None, *, allowance: int, coming: int = 0) -> None:
+    def _enforce(self, needed: FlowBlob | None, *, allowance: int, coming: int = 0) -> None:
         """Release until the budget holds, but for the allowance; bytes that are coming count. The needed blob stays."""
         excess = self._excess() + coming - allowance
         if excess <= 0:
             return
         now = self._now()
-        late: list[tuple[int, int, _Blob]] = []  # still being copied
-        spared: list[tuple[int, int, _Blob]] = []
+        late: list[tuple[int, int, FlowBlob]] = []  # still being copied
+        spared: list[tuple[int, int, FlowBlob]] = []
         for heap in (self._copied, late, self._uncopied):
             if heap is late:
                 late.sort(key=lambda each: each[2].ends, reverse=True)
@@ -387,7 +341,7 @@ class Flow:
             return self._loose_bytes - self.window_bytes
         return self.resident_bytes - self.activation_budget
 
-    def _guess(self, needed: _Blob) -> None:
+    def _guess(self, needed: FlowBlob) -> None:
         """Prefetch into room that is free: by the order of uses where it is known, else by the reverse of the order of saving."""
         room = min(-self._excess(), self.window_bytes - self.ahead_bytes)
         course = self._course
@@ -405,7 +359,7 @@ class Flow:
 
     # -- the learned step ----------------------------------------------------------------------------------------------------------------
 
-    def _event(self, entry: _Blob, event: int) -> range:
+    def _event(self, entry: FlowBlob, event: int) -> range:
         """Record an event. Return the events of the learned step that it passes, itself as the last; nothing where it was not expected."""
         step = self._step
         if entry.item < 0 or len(step.events) >= MOST_EVENTS:
@@ -437,7 +391,7 @@ class Flow:
         course.cursor = position + 1
         return passed
 
-    def _switch(self, event: int, name: tuple[int, Key]) -> Course[_Blob] | None:
+    def _switch(self, event: int, name: tuple[int, Key]) -> Course[FlowBlob] | None:
         """Turn to another learned step that begins as this one did and goes on with this event, if there is one."""
         for other in self._known:
             if other is not self._course and other.begins_with(self._step):
@@ -451,10 +405,10 @@ class Flow:
                     break
         return self._course
 
-    def _set_out(self, course: Course[_Blob], blobs: list[_Blob | None]) -> None:
+    def _set_out(self, course: Course[FlowBlob], blobs: list[FlowBlob | None]) -> None:
         course.set_out(blobs, link=self.link, budget=self.activation_budget)
 
-    def _follow(self, passed: range, needed: _Blob | None = None) -> None:
+    def _follow(self, passed: range, needed: FlowBlob | None = None) -> None:
         """Carry out what the schedule has for these events of the learned step, as far as it still makes sense."""
         course = self._course
         assert course is not None
@@ -478,7 +432,7 @@ class Flow:
                     self._release(entry)
 
     @property
-    def _expected(self) -> "Course[_Blob] | None":
+    def _expected(self) -> "Course[FlowBlob] | None":
         """The learned step that should come next: what came after the latest, since two kinds of step may take turns."""
         if not self._known:
             return None

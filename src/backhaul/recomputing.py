@@ -24,6 +24,7 @@ attribute, is its own affair.
 """
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, MutableMapping, Sequence
@@ -84,11 +85,15 @@ class Site:
         keep_outputs: globs over the names of modules inside, from here or from the root, whose outputs are saved and put in place of what
             they return the second time.
         verify: compare the values of what is saved the second time.
+        around: the modules that contain it, outermost first.
     """
 
-    def __init__(self, fqn: str, module: nn.Module, *, keep_outputs: Sequence[str] = (), verify: bool = False) -> None:
+    def __init__(
+        self, fqn: str, module: nn.Module, *, keep_outputs: Sequence[str] = (), verify: bool = False, around: Sequence[nn.Module] = ()
+    ) -> None:
         self.fqn = fqn
         self.module = weakref.ref(module)
+        self.around = [weakref.ref(outer) for outer in (*around, module)]
         self.verify = verify
         self.kept = {part for glob in keep_outputs for part in self._inside(module, glob)}
         self.watched: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -108,6 +113,15 @@ class Site:
                 f"keep_outputs names {glob!r}, which matches no module inside {self.fqn!r} ({', '.join(names) or 'it has none'})"
             )
         return found
+
+    def gather(self) -> None:
+        """Have FSDP2 gather its parameters, as before a forward: the second run comes before the backward that it would gather for."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None:
+            modules = (module for reference in reversed(self.around) if (module := reference()) is not None)
+            owner = next((module for module in modules if isinstance(module, fsdp.FSDPModule)), None)
+            if owner is not None:
+                owner.unshard()
 
     def versions(self) -> list[tuple[int, int]]:
         """Return which parameters and buffers there are, by their ids, and their versions."""
@@ -362,6 +376,7 @@ class Unit:
             raise self.differs(f"its {name!r} has been written since its forward; step after the backward pass")
         elif self._is_training() != self.training:
             raise self.differs("it was switched between train() and eval() since its forward; switch after the backward pass")
+        self.site.gather()
         Rerun(self).run(bring)
 
     def arguments(self, bring: Bring) -> tuple[list[Any], dict[str, Any]]:

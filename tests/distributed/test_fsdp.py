@@ -250,9 +250,7 @@ def test_a_plan_recomputes_parts_of_blocks(world: World, precision):
     assert all(answer.recomputed_bytes >= 3 * DEPTH * HIDDEN_BYTES // half for answer in answers)
 
 
-@pytest.mark.parametrize(
-    "reshard", [pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="SHARDING-4: runs again before it is gathered")), False]
-)
+@pytest.mark.parametrize("reshard", [True, False])
 def test_a_plan_recomputes_whole_blocks(world: World, reshard):
     answers = world.run(train_by_plan, WHOLE, reshard, FULL)
     assert_no_weight_moves(answers)
