@@ -81,7 +81,7 @@ class Use(torch.autograd.Function):
 def copied(x: Tensor) -> Tensor:
     """Return a copy with the same strides."""
     storage = x.detach().untyped_storage().clone()
-    return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.size(), x.stride())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.size(), x.stride())
 
 
 def assert_comes_back(function: Callable[..., Tensor], *inputs: Tensor, recipe: bool = True) -> None:

@@ -1,6 +1,7 @@
 """An engine that keeps what is not recomputed, so that recomputation is tested alone."""
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul.kinds import is_parameter
@@ -98,6 +100,10 @@ class Harness:
             and tensor.layout == torch.strided
             and any(tensor.untyped_storage() is each.untyped_storage() for each in mine)
         )
+
+    def home_of(self, parameter: Tensor) -> "weakref.ref[UntypedStorage] | None":
+        """Return its storage."""
+        return weakref.ref(parameter.untyped_storage()) if type(parameter.data) is Tensor else None
 
     def can_be_made(self, output: Tensor, made: Made) -> None:
         """Note it until the forward has ended."""

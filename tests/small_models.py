@@ -32,15 +32,16 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT: dict[str, Any] = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}  # one dense layer
 
 # What their configurations need beyond SIZES.
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen3Moe": {**EXPERTS, "head_dim": 8, "num_experts": 4},
-    "DeepseekV3": {**EXPERTS, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "DeepseekV3": {**EXPERTS, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, **GROUPS},
     "Mixtral": {**EXPERTS, "num_local_experts": 4, "output_router_logits": True},
     "GptOss": {**EXPERTS, "head_dim": 8, "num_local_experts": 4, "sliding_window": 8},
-}  # fmt: skip
+}
 NUM_STEPS = 3
 
 
@@ -52,6 +53,7 @@ class Setting:
     attention: str = "eager"
     dropout: float = 0.0
     autocast: bool = False
+    bf16: bool = False  # weights and all
     adapters: bool = False  # on weights that are all frozen, the embedding included
     checkpointing: str = ""  # "reentrant" or "non-reentrant"
     experts: str = ""  # how transformers runs them
@@ -88,6 +90,8 @@ def build(setting: Setting) -> nn.Module:
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{setting.model}ForCausalLM")(config).train()
+    if setting.bf16:
+        model.to(torch.bfloat16)
     if setting.experts:
         model.set_experts_implementation(setting.experts)
     if setting.adapters:
@@ -95,7 +99,7 @@ def build(setting: Setting) -> nn.Module:
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear) and name != "lm_head":
-                    setattr(module, name, Adapted(child, setting.dropout))
+                    setattr(module, name, Adapted(child, setting.dropout).to(child.weight.dtype))
     if setting.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": setting.checkpointing == "reentrant"})
     return model

@@ -189,7 +189,6 @@ def test_checkpointed_regions_inside_units_and_around_them(plan, use_reentrant):
         assert_nothing_left(handle, tier)
 
 
-@pytest.mark.xfail(strict=True, reason="bugs-APPLYBREAK B10b: the refused run's graph stays")
 def test_an_argument_that_takes_what_the_unit_made_is_refused_and_gone_with_its_graph():
     class State:
         made: Any = None

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -188,6 +189,54 @@ def test_a_value_that_is_written_after_a_unit_has_read_it_raises_or_is_as_it_was
             assert "modified by an inplace operation" in str(error)
         else:
             assert same(found, expected)  # the tier had it already
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"*": "offload"},
+        {"0": "recompute", "*": "offload"},
+    ],
+)
+def test_a_parameter_that_gets_other_data_before_backward_is_never_used_in_silence(plan):
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    with apply(model, plan):
+        loss = model(leaf()).square().sum()
+        model[0].weight.data = model[0].weight.data * 2.0  # moves no version
+        with pytest.raises(RuntimeError, match="data"):
+            torch.autograd.grad(loss, model[1].weight)
+
+
+def test_a_module_that_remembers_what_it_has_computed_is_told_that_it_does_something_else_the_second_time():
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(WIDTH))
+            self.made: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.made is None:
+                self.made = self.weight.exp().expand_as(x).clone()  # as large as what is saved next
+            return (x * self.made).sin()
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Remembers())
+    with apply(model, {"1": "recompute", "*": "offload"}), pytest.raises(RuntimeError, match="'1' is recomputed, but saved tensor"):
+        step(model, leaf())
+
+
+def test_a_thread_that_autograd_gave_the_hooks_to_keeps_nothing():
+    seen: list[object] = []
+    with apply(nn.Linear(WIDTH, WIDTH), bh.Plan({}, default="offload")) as handle:
+
+        def work() -> None:
+            with torch.autograd.graph.saved_tensors_hooks(*handle._engine.hooks):
+                leaf().cumsum(0).sin()
+            seen.append(handle._engine.here.outputs)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [None]
 
 
 # Modes and transforms

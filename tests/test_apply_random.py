@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -24,6 +24,7 @@ SETTINGS = st.builds(
     attention=st.sampled_from(["eager", "sdpa"]),
     dropout=st.sampled_from([0.0, 0.2]),
     autocast=st.booleans(),
+    bf16=st.booleans(),
     adapters=st.booleans(),
     checkpointing=st.sampled_from(["", "", "", "non-reentrant", "reentrant"]),
     experts=st.sampled_from(["", "eager", "batched_mm"]),
@@ -56,10 +57,22 @@ def keeps(names: list[str], glob: str) -> st.SearchStrategy[list[str]]:
     return st.lists(st.sampled_from(inside), max_size=2) if inside else st.just([])
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
-@given(data=st.data(), setting=SETTINGS, step=STEPS, budget=BUDGETS, verify=st.booleans(), host=st.booleans())
-def test_a_random_plan_changes_no_bit(data, setting, step, budget, verify, host):
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    data=st.data(),
+    setting=SETTINGS,
+    step=STEPS,
+    budget=BUDGETS,
+    min_bytes=st.sampled_from([0, 0, 2000]),
+    verify=st.booleans(),
+    host=st.booleans(),
+)
+def test_a_random_plan_changes_no_bit(data, setting, step, budget, min_bytes, verify, host):
+    assume(step is not split or setting.checkpointing != "reentrant")  # torch refuses it
     case = trained(setting, step)
     plan = data.draw(plans(case.model))
     tier = "host" if host else RecordingTier(deferred=True)
-    case.under(plan, activation_budget=budget, tier=tier, verify_recompute=verify)
+    try:
+        case.under(plan, activation_budget=budget, min_bytes=min_bytes, tier=tier, verify_recompute=verify)
+    except ValueError as refusal:
+        assert budget and "cannot be moved" in str(refusal)  # it is less than what the plan saves and what is small

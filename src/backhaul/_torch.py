@@ -7,12 +7,14 @@ Does not cover: decisions; these are one-line answers.
 import functools
 import importlib
 import pkgutil
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor as _FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable
 
 Hook = Callable[[Any], Any]
@@ -34,6 +36,12 @@ def top_saved_tensors_hooks() -> tuple[Hook, Hook] | None:
 # and a public pause.
 push_saved_tensors_hooks: Callable[[Hook, Hook], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+# Likewise what `TorchFunctionMode` and `torch.enable_grad` do as contexts (interrupts.py). Public replacement: those, once leaving them
+# cannot be interrupted.
+push_function_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def saved_tensors_hooks_refused() -> str | None:
@@ -157,6 +165,11 @@ def skip_as_outermost(function: Callable[..., Any]) -> None:
     skip_code(function.__code__)
 
 
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the table of a module's own parameters. Why: it is asked for each forward. Public: ``parameters(recurse=False)``, slower."""
+    return module._parameters
+
+
 def untraced(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a bound method that Dynamo runs as it is, with all that it calls; it tells whose it is, as the method does.
 
@@ -236,11 +249,14 @@ def kernel_settings() -> tuple[Any, ...]:
     )
 
 
-def set_kernel_settings(settings: tuple[Any, ...]) -> None:
-    """Put back what ``kernel_settings`` returned; writes only what differs."""
-    c = torch._C
+def kernel_setters(settings: tuple[Any, ...], present: tuple[Any, ...]) -> list[Callable[[], object]]:
+    """Return functions of C that turn the settings ``present`` into others: one for each that differs.
+
+    Public replacement: as for ``kernel_settings``.
+    """
+    c, partial = torch._C, functools.partial
+    (value, warn_only), *values = settings
     setters: tuple[Callable[[Any], object], ...] = (
-        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         c._set_cudnn_enabled,
         c._set_cudnn_deterministic,
         c._set_cudnn_benchmark,
@@ -248,12 +264,12 @@ def set_kernel_settings(settings: tuple[Any, ...]) -> None:
         c._set_sdp_use_mem_efficient,
         c._set_sdp_use_math,
         c._set_sdp_use_cudnn,
-        lambda value: c._set_fp32_precision_setter("cuda", "matmul", value),
-        lambda value: c._set_fp32_precision_setter("mkldnn", "matmul", value),
+        partial(c._set_fp32_precision_setter, "cuda", "matmul"),
+        partial(c._set_fp32_precision_setter, "mkldnn", "matmul"),
     )
-    for setter, value, present in zip(setters, settings, kernel_settings(), strict=True):
-        if value != present:
-            setter(value)
+    calls: list[Callable[[], object]] = [partial(c._set_deterministic_algorithms, value, warn_only=warn_only)]
+    calls += [partial(setter, value) for setter, value in zip(setters, values, strict=True)]
+    return [call for call, value, now in zip(calls, settings, present, strict=True) if value != now]
 
 
 def kept_by(node: torch.autograd.graph.Node, name: str) -> Any:
@@ -293,6 +309,15 @@ def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | No
     """Run the kernel behind ``rms_norm``, which decides by what requires a gradient whether to use it. Public replacement: none."""
     result: Tensor = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
     return result
+
+
+def forward_hooks_of(module: nn.Module) -> tuple["OrderedDict[Any, Any]", "OrderedDict[Any, Any]"]:
+    """Return the tables of a module's forward pre-hooks and forward hooks.
+
+    Why: for hooks that are there while one call lasts and are gone after it whatever interrupts, which those of ``register_forward_hook``
+    need not be. Public replacement: none.
+    """
+    return module._forward_pre_hooks, module._forward_hooks  # type: ignore[return-value]
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor, bool]]:

@@ -89,6 +89,8 @@ class Handle:
     def region(self) -> contextlib.AbstractContextManager[None]:
         """Manage code outside the modules, such as a loss. Each entry is a frame; inside a managed module it changes nothing.
 
+        With a plan it goes by the plan's default action, since no rule is about it.
+
         >>> import torch, backhaul as bh
         >>> handle = bh.offload(torch.nn.Linear(4, 4), tier="host", min_bytes=0)
         >>> x = torch.ones(8, requires_grad=True)
@@ -219,8 +221,14 @@ def apply(
             return engine.tier
         return others.setdefault(wanted, _tier(wanted, named))
 
-    wrappers, strangers = wrappers_for(engine, model, plan, tier_of, verify=verify_recompute)
-    return Handle(engine, wrappers, owns_tier=not isinstance(tier, Tier), tiers=list(others.values()), strangers=strangers)
+    owns_tier = not isinstance(tier, Tier)
+    try:
+        wrappers, strangers = wrappers_for(engine, model, plan, tier_of, verify=verify_recompute)
+    except BaseException:
+        for each in (*([engine.tier] if owns_tier else []), *others.values()):
+            each.close()
+        raise
+    return Handle(engine, wrappers, owns_tier=owns_tier, tiers=list(others.values()), strangers=strangers)
 
 
 def release_host_memory() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from backhaul import _torch
 from backhaul.actions import Action, Offload
 from backhaul.engine import Engine
+from backhaul.globs import matches
 from backhaul.plans import Plan, Resolved
 from backhaul.recomputing import Site
 from backhaul.scopes import Duty, Wrapper, blocks_of, clean_fqn
@@ -27,6 +28,7 @@ def wrappers_for(
     for name, module in model.named_modules():
         modules.setdefault(clean_fqn(name), module)  # of a wrapper and what it wraps, the wrapper is what is called
     containers = {name for name, module in modules.items() if isinstance(module, CONTAINERS)}
+    _refuse_second_names(model, plan, modules)
     resolved = plan.resolve(modules, containers=containers)
     compiled = {name: module for name, module in modules.items() if is_compiled(module)}
     _refuse_inside_compiled(resolved, compiled)
@@ -49,9 +51,8 @@ def wrappers_for(
     engine.has_plan = True
     engine.moves = bool(resolved.units) or any(isinstance(action, Offload) for action in resolved.actions.values())
     engine.default = duty_of_action(plan.default)
-    wrappers = []
-    for name in _places(model, resolved, modules, compiled):
-        wrappers.append(Wrapper(engine, modules[name] if name else model, name, is_root=not name, duty=duty_of(name)))
+    duties = {name: duty_of(name) for name in _places(model, resolved, modules, compiled)}  # all of them before anything is changed
+    wrappers = [Wrapper(engine, modules[name] if name else model, name, is_root=not name, duty=duty) for name, duty in duties.items()]
     return wrappers, strangers
 
 
@@ -68,6 +69,18 @@ def _places(model: nn.Module, resolved: Resolved, modules: dict[str, nn.Module],
     for name in modules:
         if not name or name in units or name in boundaries or (name in blocks and isinstance(resolved.actions[name], Offload)):
             yield name
+
+
+def _refuse_second_names(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> None:
+    """Refuse a rule for the second name of a module that the model has under two."""
+    first = {id(module): name for name, module in modules.items()}
+    names = ((clean_fqn(name), module) for name, module in model.named_modules(remove_duplicate=False))
+    seconds = {name: first[id(module)] for name, module in names if name not in modules and id(module) in first}
+    for rule in plan.rules if seconds else ():
+        if not any(matches(rule.glob, name) for name in modules):
+            for second in seconds:
+                if matches(rule.glob, second):
+                    raise ValueError(f"rule {rule.glob!r} names {second!r}, which is the same module as {seconds[second]!r}; use that name")
 
 
 def _refuse_inside_compiled(resolved: Resolved, compiled: Collection[str]) -> None:

@@ -16,6 +16,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ from backhaul.tiers.base import Tier
 
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
 MOST_FUTILE = 2  # steps in which copying a key freed nothing, after which it is left alone
+MOST_FRUITLESS = 3  # looks at a module's parameters, after which it is taken for one whose weights are never gathered
+LARGE = 1 << 60
 RATE_CHANGE = 0.1  # a smaller change of the tier's speed is no reason to plan again
 DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 
@@ -71,6 +74,7 @@ class Engine:
         self.mover = Mover(self.registry, self.tally, self._steady, self.warner)
         self.claims = OwnClaims(self.is_unwritten)
         self._shapes = Shapes(self.mover)
+        self._fruitless: Counter[str] = Counter()  # by module: looks at its parameters that have shown none but known ones
         self._casts_seen = False
         self._versions: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # of parameters, when the newest frame began
         self._accelerated: bool | None = None
@@ -226,9 +230,12 @@ class Engine:
         """Say whether the tensor is a parameter or a buffer, or lies in one."""
         if is_parameter(tensor):
             return True
-        if type(tensor) is not Tensor or why_it_stays(tensor):
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or _torch.is_functional_tensor(tensor):
             return False
         return self._is_owned(tensor.untyped_storage(), self._where()[1])
+
+    def home_of(self, parameter: Tensor) -> "weakref.ref[UntypedStorage] | None":
+        return self._versions[id(parameter)][0] if self.is_unwritten(parameter) else None
 
     def can_be_made(self, output: Tensor, made: Made) -> None:
         """Remember for the rest of the forward pass what a unit has returned."""
@@ -238,7 +245,6 @@ class Engine:
                 self.here.outputs.keep(self.claims.claim(output, Remade(made, output)))
 
     def recomputed(self, fqn: str, num_bytes: int) -> None:
-        """Count what a unit has made."""
         self.tally.made_bytes += num_bytes
 
     # Which promise
@@ -351,6 +357,7 @@ class Engine:
         frame = self.registry.newest_frame()
         scope = self.begin_frame("backward", None) if frame is None else Scope(frame, "backward", None, self.default)
         assert scope is not None  # the hooks are active
+        self.here.outputs = None  # there is no forward pass here at whose end it would go
         return scope.frame, scope
 
     def _is_owned(self, storage: UntypedStorage, scope: Scope) -> bool:
@@ -369,8 +376,10 @@ class Engine:
         """
         if scope.module is not None:
             module, scope.module = scope.module, None
-            self.owned.add(itertools.chain(module.parameters(), module.buffers()))
-            scope.groups = list(groups_of(module))
+            if self._fruitless[scope.fqn] < MOST_FRUITLESS:
+                scope.groups = list(groups_of(module))
+                news = self.owned.add(itertools.chain(module.parameters(), module.buffers()))
+                self._fruitless[scope.fqn] += -LARGE if news or scope.groups else 1
         for group in scope.groups:
             if any(plain.untyped_storage() not in self.owned for plain in plain_tensors(group.sample)):
                 self.owned.add(group.module.parameters())

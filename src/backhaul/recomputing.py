@@ -23,11 +23,11 @@ other tensors saved. ``verify`` compares the values themselves. What a module re
 attribute, is its own affair.
 """
 
-import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,15 +35,18 @@ from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
+from backhaul._torch import pop_function_mode, push_function_mode
 from backhaul.choices import Recording
 from backhaul.claims import depth_of
 from backhaul.globs import matches
+from backhaul.interrupts import Around
 from backhaul.kinds import take_apart, why_it_stays
 from backhaul.parts import Part, flatten, has_state, is_cache, layout_of, plain_parts, storages_of, unflatten
 from backhaul.remade import Made, Remade
 from backhaul.replaying import Surroundings
 from backhaul.rerunning import Rerun
 from backhaul.saved import Bring, Layout, Parts, Promise
+from backhaul.scopes import clean_fqn
 from backhaul.watching import Watching, fingerprint
 
 
@@ -65,6 +68,10 @@ class Keeper(Protocol):
 
     def owns(self, tensor: Tensor) -> bool:
         """Say whether the tensor is a parameter or a buffer, or made of one in a way that costs nothing to hold."""
+        ...
+
+    def home_of(self, parameter: Tensor) -> "weakref.ref[UntypedStorage] | None":
+        """Return the storage of a parameter that is to have it until backward; ``None`` where sharding may give it another."""
         ...
 
     def can_be_made(self, output: Tensor, made: Made) -> None:
@@ -95,9 +102,13 @@ class Site:
         self.module = weakref.ref(module)
         self.around = [weakref.ref(outer) for outer in (*around, module)]
         self.verify = verify
-        self.kept = {part for glob in keep_outputs for part in self._inside(module, glob)}
+        inside: dict[str, nn.Module] = {}
+        for name, part in module.named_modules():
+            inside.setdefault(clean_fqn(name), part)  # of a wrapper and what it wraps, the wrapper
+        del inside[""]
+        self.kept = {name for glob in keep_outputs for name in self._matching(glob, list(inside))}
         self.watched: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.watched.update((part, name) for name, part in module.named_modules() if name and (verify or name in self.kept))
+        self.watched.update((part, name) for name, part in inside.items() if verify or name in self.kept)
         self.parts = [(name, weakref.ref(part)) for name, part in module.named_modules()]
         compiled = any(_torch.compiled_call(part) or _torch.original_module(part) for part in module.modules())
         # Whether it makes choices, which is known once it has run. A mode would have compiled code compiled again.
@@ -105,8 +116,7 @@ class Site:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self.accelerators = () if accelerator is None else (accelerator,)
 
-    def _inside(self, module: nn.Module, glob: str) -> list[str]:
-        names = [name for name, _ in module.named_modules() if name]
+    def _matching(self, glob: str, names: list[str]) -> list[str]:
         found = [name for name in names if matches(glob, name) or matches(glob, f"{self.fqn}.{name}")]
         if not found:
             raise ValueError(
@@ -122,6 +132,12 @@ class Site:
             owner = next((module for module in modules if isinstance(module, fsdp.FSDPModule)), None)
             if owner is not None:
                 owner.unshard()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield its parameters, as they are just now."""
+        for _, reference in self.parts:
+            if (part := reference()) is not None:
+                yield from (parameter for parameter in _torch.own_parameters(part).values() if parameter is not None)
 
     def versions(self) -> list[tuple[int, int]]:
         """Return which parameters and buffers there are, by their ids, and their versions."""
@@ -182,6 +198,7 @@ class Unit:
     __slots__ = (
         "__weakref__",
         "forward",
+        "homes",
         "inside",
         "keeper",
         "leaves",
@@ -222,6 +239,7 @@ class Unit:
         self.needs_graph = False  # its own forward runs a backward
         self.training = self._is_training()
         self.versions = site.versions()
+        self.homes = [keeper.home_of(parameter) for parameter in site.parameters()]
         self.recording = None if site.chooses is False else Recording(keeper.promise)
         generators: list[torch.Generator] = []
         if any(self.nesting):
@@ -246,6 +264,9 @@ class Unit:
         assert self.live is not None
         return {tensor.device for tensor, _ in self.live if tensor.device.type not in ("cpu", "meta")} or self.site.accelerators
 
+    def _homes(self) -> "Iterator[tuple[Tensor, weakref.ref[UntypedStorage] | None]]":
+        return zip(self.site.parameters(), self.homes, strict=False)
+
     def _is_training(self) -> bool:
         module = self.site.module()
         return module is not None and module.training
@@ -256,8 +277,12 @@ class Unit:
         """Run the forward for the first time."""
         if self.recording is None and self.inside is None:
             return self.forward(*args, **kwargs)
-        with self.recording or contextlib.nullcontext(), self.inside.watch() if self.inside is not None else contextlib.nullcontext():
-            return self.forward(*args, **kwargs)
+        around = Around()
+        if self.inside is not None:
+            self.inside.watching().put_around(around)
+        if self.recording is not None:
+            around.add(partial(push_function_mode, self.recording), pop_function_mode)
+        return around.call(self.forward, args, kwargs)
 
     def is_given(self, tensor: Tensor) -> bool:
         """Say whether the tensor lies in an input or a parameter."""
@@ -329,6 +354,7 @@ class Unit:
             self._check()
         except ValueError:
             self.surroundings.put_generators_back()
+            self.leaves, self.variables, self.live = [], [], None  # it will not run again, and what it was called with may hold its output
             raise
         num_inside = self.num_inside
         found: list[tuple[Tensor, Made]] = []
@@ -374,6 +400,8 @@ class Unit:
             self.needs_graph = True
         elif name := self.site.written(self.versions):
             raise self.differs(f"its {name!r} has been written since its forward; step after the backward pass")
+        elif any(home is not None and parameter.untyped_storage() is not home() for parameter, home in self._homes()):
+            raise self.differs("a parameter of it got other data since its forward; assign data after the backward pass")
         elif self._is_training() != self.training:
             raise self.differs("it was switched between train() and eval() since its forward; switch after the backward pass")
         self.site.gather()
@@ -412,8 +440,8 @@ class Inside:
         self.kept: dict[str, list[list[Promise | None]]] = {}  # what they returned, by name and call
         self.live: list[tuple[str, Tensor, int]] = []  # the same with their versions, until the forward has ended
 
-    def watch(self) -> Watching:
-        """Return a context in which it is noted what they do."""
+    def watching(self) -> Watching:
+        """Return what notes what they do."""
         return Watching(self.site.watched, self.stack.append, self._leave)
 
     def _leave(self, name: str, output: Any) -> None:

@@ -1,19 +1,20 @@
 """What a forward pass depends on besides its arguments and its module.
 
-Covers: random number generators, autocast, and the settings by which torch chooses kernels; as they were, and a context to have them so
-again.
+Covers: random number generators, autocast, and the settings by which torch chooses kernels; as they were, and how to have
+them so again.
 Does not cover: choices that a forward pass makes from floating-point values (choices.py).
 """
 
-import contextlib
 import ctypes
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from backhaul import _torch
+from backhaul.interrupts import Around
 
 
 class Generator(Protocol):
@@ -76,25 +77,30 @@ class Surroundings:
         for generator, state in self.generators:
             generator.set_state(state)
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Have everything as it was when the pass began, gradients recorded; afterwards as it was before."""
+    def put_around(self, around: Around) -> None:
+        """Have everything around a call as it was when the pass began, gradients recorded; afterwards as it is now."""
+        around.add(partial(_torch.set_grad_enabled, True), partial(_torch.set_grad_enabled, torch.is_grad_enabled()))
+        for kind, dtype in self.autocast:
+            if dtype is not None or torch.is_autocast_enabled(kind):
+                self._put_autocast_around(around, kind, dtype)
         settings = _torch.kernel_settings()
-        states = [(generator, generator.get_state()) for generator, _ in self.generators]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            for kind, dtype in self.autocast:
-                if dtype is not None or torch.is_autocast_enabled(kind):
-                    on = dtype is not None
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.caches))
-            try:
-                _torch.set_kernel_settings(self.settings)
-                self.put_generators_back()
-                yield
-            finally:
-                for generator, state in states:
-                    generator.set_state(state)
-                _torch.set_kernel_settings(settings)
+        do, undo = _torch.kernel_setters(self.settings, settings), _torch.kernel_setters(settings, self.settings)
+        for step, back in zip(do, undo, strict=True):
+            around.add(step, back)
+        for generator, state in self.generators:
+            around.add(partial(generator.set_state, state), partial(generator.set_state, generator.get_state()))
+
+    def _put_autocast_around(self, around: Around, kind: str, dtype: torch.dtype | None) -> None:
+        """Do what ``torch.autocast`` does, except that the cache of casts is emptied also where another one is active around it."""
+        around.add(torch.clear_autocast_cache, torch.clear_autocast_cache)
+        around.add(torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+        on, was_on = dtype is not None, torch.is_autocast_enabled(kind)
+        around.add(partial(torch.set_autocast_enabled, kind, on), partial(torch.set_autocast_enabled, kind, was_on))
+        if dtype is not None:
+            before = torch.get_autocast_dtype(kind)
+            around.add(partial(torch.set_autocast_dtype, kind, dtype), partial(torch.set_autocast_dtype, kind, before))
+        caches = torch.is_autocast_cache_enabled()
+        around.add(partial(torch.set_autocast_cache_enabled, self.caches), partial(torch.set_autocast_cache_enabled, caches))
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:

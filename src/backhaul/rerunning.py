@@ -7,14 +7,16 @@ Does not cover: what the first run notes (recomputing.py).
 import contextlib
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from backhaul import _torch
-from backhaul._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from backhaul._torch import pop_function_mode, pop_saved_tensors_hooks, push_function_mode, push_saved_tensors_hooks
 from backhaul.choices import Replaying
+from backhaul.interrupts import Around
 from backhaul.parts import Part, flatten, layout_of, plain_parts
 from backhaul.remade import Made
 from backhaul.saved import Bring, Layout, flat
@@ -46,41 +48,32 @@ class Rerun:
 
     def run(self, bring: Bring) -> None:
         """Fill all that is wanted, or nothing."""
-        unit = self.unit
+        unit, here = self.unit, self.unit.keeper.here
         args, kwargs = unit.arguments(bring)
+        around = Around()
+        unit.surroundings.put_around(around)
+        around.add(partial(setattr, here, "unit", unit), partial(setattr, here, "unit", here.unit))
+        around.add(partial(push_saved_tensors_hooks, self.pack, self.unpack), pop_saved_tensors_hooks)
+        self._put_replaying_around(around, bring)
         try:
-            with contextlib.suppress(_Enough), unit.surroundings.again(), self._replaying(bring):
-                self._end(self._call(args, kwargs))
+            with contextlib.suppress(_Enough):
+                self._end(around.call(unit.forward, args, kwargs))
         except BaseException:
             for made in self.filled:
                 made.storage = None
             raise
         unit.keeper.recomputed(unit.site.fqn, sum(made.num_bytes for made in self.filled))
 
-    def _call(self, args: Any, kwargs: Any) -> Any:
-        """Call the forward; as in scopes.py, whatever interrupts leaves no hooks behind."""
-        unit, here = self.unit, self.unit.keeper.here
-        outer, pack, unpack = here.unit, self.pack, self.unpack
-        try:
-            here.unit = unit
-            push_saved_tensors_hooks(pack, unpack)
-            return unit.forward(*args, **kwargs)
-        finally:
-            here.unit = outer
-            pop_saved_tensors_hooks()
-
-    @contextlib.contextmanager
-    def _replaying(self, bring: Bring) -> Iterator[None]:
+    def _put_replaying_around(self, around: Around, bring: Bring) -> None:
         """Have choices made as they were, and outputs that were kept in place of those returned now."""
         unit = self.unit
-        with contextlib.ExitStack() as stack:
-            if unit.recording is not None and unit.recording.chosen:
-                stack.enter_context(Replaying(unit.recording.chosen, bring, self.hold, unit.differs))
-            if unit.inside is not None and unit.inside.kept:
-                kept = {part: name for part, name in unit.site.watched.items() if name in unit.inside.kept}
-                began, ended = self._begin_holding, self._put_back
-                stack.enter_context(Watching(kept, lambda _: began(), lambda name, output: ended(name, output, bring)))
-            yield
+        if unit.inside is not None and unit.inside.kept:
+            kept = {part: name for part, name in unit.site.watched.items() if name in unit.inside.kept}
+            began, ended = self._begin_holding, self._put_back
+            Watching(kept, lambda _: began(), lambda name, output: ended(name, output, bring)).put_around(around)
+        if unit.recording is not None and unit.recording.chosen:
+            replaying = Replaying(unit.recording.chosen, bring, self.hold, unit.differs)
+            around.add(partial(push_function_mode, replaying), pop_function_mode)
 
     def pack(self, tensor: Tensor) -> Tensor | None:
         """Collect a tensor that is saved again. The graph of this run gets it only where the forward itself runs a backward."""

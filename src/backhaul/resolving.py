@@ -96,10 +96,14 @@ def _kept(units: Mapping[str, Action], unit_of: Mapping[str, str]) -> dict[str, 
     for name, unit in unit_of.items():
         if unit in inside and name != unit:
             inside[unit].append(name)
-    kept = {unit: tuple(name for name in names if any(matches(glob, name) for glob in globs[unit])) for unit, names in inside.items()}
+
+    def picks(glob: str, unit: str, name: str) -> bool:  # by its name from the root or from the unit
+        return matches(glob, name) or matches(glob, name.removeprefix(f"{unit}."))
+
+    kept = {unit: tuple(name for name in names if any(picks(glob, unit, name) for glob in globs[unit])) for unit, names in inside.items()}
     for unit, wanted in globs.items():
         for glob in wanted:
-            if not any(matches(glob, name) for names in kept.values() for name in names):
+            if not any(picks(glob, other, name) for other, names in kept.items() for name in names):
                 hint = _hint(glob, [name for names in inside.values() for name in names])
                 raise ValueError(f"keep_outputs has {glob!r}, which matches no module inside {unit!r}{hint}")
     return {unit: names for unit, names in kept.items() if names}

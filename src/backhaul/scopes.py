@@ -97,7 +97,8 @@ class Group(NamedTuple):
     @property
     def sample(self) -> Tensor:
         """One parameter of the group, as it is just now."""
-        parameter: Tensor = self.owner._parameters[self.name]  # type: ignore[assignment]
+        parameter = _torch.own_parameters(self.owner)[self.name]
+        assert parameter is not None
         return parameter
 
 
@@ -366,11 +367,16 @@ class Storages:
         """Add a storage."""
         self._owned[id(storage)] = weakref.ref(storage)
 
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Add the storages of all that the tensors are made of."""
+    def add(self, tensors: Iterable[Tensor]) -> bool:
+        """Add the storages of all that the tensors are made of; say whether there was one that was not known."""
+        news = False
         for tensor in tensors:
             for plain in plain_tensors(tensor):
-                self.note(plain.untyped_storage())
+                storage = plain.untyped_storage()
+                if storage not in self:
+                    news = True
+                    self.note(storage)
+        return news
 
     def refresh(self, modules: Iterable[nn.Module]) -> None:
         """Look up every parameter and buffer anew: optimizers, ``.to`` and sharding replace storages."""
@@ -390,7 +396,7 @@ def groups_of(module: nn.Module) -> Iterator[Group]:
             queue = [inner]
             while queue:
                 owner = queue.pop()
-                name = next((name for name, parameter in owner._parameters.items() if parameter is not None), None)
+                name = next((name for name, parameter in _torch.own_parameters(owner).items() if parameter is not None), None)
                 if name is not None:
                     yield Group(inner, owner, name)
                     break

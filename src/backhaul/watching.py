@@ -6,18 +6,19 @@ Does not cover: what is done with any of it (recomputing.py).
 
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from backhaul import _torch
+from backhaul.interrupts import Around
 from backhaul.kinds import why_it_stays
 
 
 class Watching:
-    """A context that follows some modules as they run in this thread.
+    """Follows some modules as they run in this thread.
 
     Args:
         names: the modules, and what to call them.
@@ -29,16 +30,14 @@ class Watching:
         self.began = began
         self.ended = ended
         self.thread = threading.get_ident()
-        self.handles: list[RemovableHandle] = []
 
-    def __enter__(self) -> None:
+    def put_around(self, around: Around) -> None:
+        """Have it done around a call."""
         for module in self.names:
-            self.handles.append(module.register_forward_pre_hook(self._before))
-            self.handles.append(module.register_forward_hook(self._after, prepend=True))
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        for handle in self.handles:
-            handle.remove()
+            before, after = _torch.forward_hooks_of(module)
+            around.add(partial(before.__setitem__, self, self._before), partial(before.pop, self, None))
+            around.add(partial(after.__setitem__, self, self._after), partial(after.pop, self, None))
+            around.add(partial(after.move_to_end, self, last=False))  # what other hooks make of what is returned, they make again
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self.thread:
