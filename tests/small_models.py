@@ -21,7 +21,6 @@ VOCABULARY = 64
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
@@ -57,9 +56,14 @@ class Setting:
     adapters: bool = False  # on weights that are all frozen, the embedding included
     checkpointing: str = ""  # "reentrant" or "non-reentrant"
     experts: str = ""  # how transformers runs them
+    layers: int = 2
 
     def __str__(self) -> str:
-        chosen = (f"{name}={value}" for name, value in vars(self).items() if value and (name, value) != ("attention", "eager"))
+        chosen = (
+            f"{name}={value}"
+            for name, value in vars(self).items()
+            if value and (name, value) not in (("attention", "eager"), ("layers", 2))
+        )
         return " ".join(chosen).removeprefix("model=")
 
     def is_possible(self) -> bool:
@@ -86,7 +90,9 @@ class Adapted(nn.Module):
 def build(setting: Setting) -> nn.Module:
     """Make the model, in training mode; the same each time."""
     config = getattr(transformers, f"{setting.model}Config")(
-        **{**SIZES, **MODELS[setting.model]}, attention_dropout=setting.dropout, attn_implementation=setting.attention
+        **{**SIZES, **MODELS[setting.model], "num_hidden_layers": setting.layers},
+        attention_dropout=setting.dropout,
+        attn_implementation=setting.attention,
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{setting.model}ForCausalLM")(config).train()

@@ -116,15 +116,21 @@ class _AsItWas:
 class CudaStream:
     """A stream by its handle. ``owner`` is torch's stream, if it is one that was made here."""
 
-    __slots__ = ("handle", "owner", "runtime")
+    __slots__ = ("device", "handle", "owner", "runtime")
 
-    def __init__(self, runtime: "_Runtime", handle: int, owner: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, runtime: "_Runtime", device: int, handle: int, owner: torch.cuda.Stream | None = None) -> None:
         self.runtime = runtime
+        self.device = device
         self.handle = handle
         self.owner = owner
 
     def wait_event(self, event: "CudaEvent") -> None:
-        self.runtime.check(self.runtime.wait(self.handle, event.handle, 0))
+        with self.in_its_device():
+            self.runtime.check(self.runtime.wait(self.handle, event.handle, 0))
+
+    def in_its_device(self) -> AbstractContextManager[Any]:
+        """Return a context in which the handle means this stream: that of the default stream, 0, is the current device's."""
+        return nullcontext() if self.handle or torch.cuda.current_device() == self.device else torch.cuda.device(self.device)
 
 
 class CudaEvent:
@@ -138,7 +144,8 @@ class CudaEvent:
         self.handle = handle
 
     def record(self, stream: CudaStream) -> None:
-        self.runtime.check(self.runtime.record(self.handle, stream.handle))
+        with stream.in_its_device():
+            self.runtime.check(self.runtime.record(self.handle, stream.handle))
 
     def query(self) -> bool:
         answer = self.runtime.query(self.handle)
@@ -169,7 +176,7 @@ class CudaStreams:
 
     def new_stream(self) -> CudaStream:
         owner = torch.cuda.Stream(self.index)
-        return CudaStream(self.runtime, owner.cuda_stream, owner)
+        return CudaStream(self.runtime, self.index, owner.cuda_stream, owner)
 
     def new_event(self) -> CudaEvent:
         try:
@@ -179,7 +186,7 @@ class CudaStreams:
         return CudaEvent(self.runtime, self.free, handle)
 
     def current(self) -> CudaStream:
-        return CudaStream(self.runtime, _torch.current_cuda_stream(self.index))
+        return CudaStream(self.runtime, self.index, _torch.current_cuda_stream(self.index))
 
     def copying(self) -> AbstractContextManager[Any]:
         return nullcontext()
