@@ -353,3 +353,35 @@ def test_a_region_goes_by_the_default_and_inside_a_unit_changes_nothing():
             loss = x.cumsum(0).sin().sum()
         assert tier.used_bytes == handle.stats.offloaded_bytes == NUM_BYTES
         assert same(torch.autograd.grad(loss, x), torch.autograd.grad(x.cumsum(0).sin().sum(), x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("way", ["vmap", "make_fx", "trace"])
+def test_where_tensors_have_no_bytes_of_their_own_the_model_runs_untouched(way):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    x = torch.randn(3, 4, 8)
+    run = {
+        "vmap": lambda: torch.func.vmap(model)(x),
+        "make_fx": lambda: torch.fx.experimental.proxy_tensor.make_fx(model)(x)(x),
+        "trace": lambda: torch.jit.trace(model, x)(x),
+    }[way]
+    expected = model(x)
+    with bh.apply(model, {"1": "recompute", "*": "offload"}, tier="host", activation_budget=0, min_bytes=0) as handle:
+        assert torch.equal(run(), expected)
+        assert handle.stats.saved_bytes == 0
+        model(x).sum().backward()
+        assert handle.stats.offloaded_bytes > 0
+        assert handle.stats.host_bytes == 0
+
+
+def test_verify_sees_what_plain_code_wrote_without_telling_autograd():
+    def forward(x):
+        y = model.parts[0](x) * x
+        with torch.no_grad():
+            y.clamp_(max=0.1)
+        return model.parts[0](y * 1.5)
+
+    model = Code(forward, nn.Linear(WIDTH, WIDTH))
+    message = 'is under "offload", and what its plain code makes again has other values'
+    with bh.apply(model, {"*": "offload"}, min_bytes=0, verify_recompute=True), pytest.raises(RuntimeError, match=message):
+        model(leaf()).sum().backward()

@@ -442,3 +442,27 @@ def test_a_site_does_not_keep_its_module() -> None:
     gc.collect()
     assert gone() is None
     assert site.fqn == "unit"
+
+
+class Holder:
+    """An argument that is no pytree."""
+
+    def __init__(self, t):
+        self.t = t
+
+
+@pytest.mark.parametrize("change", ["replaced", "written"])
+def test_an_argument_that_is_changed_after_the_forward_is_an_error_and_never_another_value(change):
+    def forward(x):
+        state = Holder(x * 2)
+        y = model.part(state)
+        if change == "replaced":
+            state.t = x * 3
+        else:
+            with torch.no_grad():
+                state.t.mul_(2)
+        return y * y
+
+    model = Code(lambda self, x: forward(x), Code(lambda self, state: state.t.sin().exp()))
+    with pytest.raises(RuntimeError, match="'t' of an argument, a Holder, has been changed since"):
+        step(Harness(model, ("part",)), model, leaf(3))

@@ -70,6 +70,13 @@ def inside_functional_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_being_traced() -> bool:
+    """Say whether operations are recorded or run on fake tensors. Public replacement: none that covers all three."""
+    key = torch._C._TorchDispatchModeKey
+    is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+    return is_tracing() or any(torch._C._get_dispatch_mode(each) is not None for each in (key.PROXY, key.FAKE))
+
+
 def is_functional_tensor(tensor: Tensor) -> bool:
     """Say whether the tensor is a ``torch.func`` wrapper, which has no storage. Public replacement: none."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

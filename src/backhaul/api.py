@@ -84,7 +84,7 @@ class Handle:
         stats, tally = self.stats, self._engine.tally
         moved = stats.offloaded_bytes or stats.recomputed_bytes
         note = "" if moved else f"nothing was offloaded: {tally.why_nothing(self._engine.min_bytes)}"
-        return Report(stats=stats, modules=tally.modules(), note=note)
+        return Report(stats=stats, modules=tally.modules(), made_bytes=tally.made_bytes, note=note)
 
     def region(self) -> contextlib.AbstractContextManager[None]:
         """Manage code outside the modules, such as a loss. Each entry is a frame; inside a managed module it changes nothing.

@@ -49,6 +49,7 @@ def wrappers_for(
         return Duty(keep=True, site=site)
 
     engine.has_plan = True
+    engine.verifies = verify
     engine.moves = bool(resolved.units) or any(isinstance(action, Offload) for action in resolved.actions.values())
     engine.default = duty_of_action(plan.default)
     duties = {name: duty_of(name) for name in _places(model, resolved, modules, compiled)}  # all of them before anything is changed

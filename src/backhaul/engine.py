@@ -29,7 +29,7 @@ from backhaul.claims import depth_of, norm_eps
 from backhaul.flow import Link
 from backhaul.kinds import cast_parameter, is_parameter, parameter_versions, size_in_memory, take_apart, why_it_stays
 from backhaul.moving import Mover, Warner
-from backhaul.operands import OwnClaims, Shapes
+from backhaul.operands import OwnClaims, Shapes, same_as
 from backhaul.recipes import recipe_for
 from backhaul.recomputing import run_unit
 from backhaul.registry import Record, Registry, Steady
@@ -41,10 +41,10 @@ from backhaul.sizes import format_bytes
 from backhaul.stations import Station
 from backhaul.tiers.base import Tier
 
+MANY = 1 << 60
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
 MOST_FUTILE = 2  # steps in which copying a key freed nothing, after which it is left alone
 MOST_FRUITLESS = 3  # looks at a module's parameters, after which it is taken for one whose weights are never gathered
-LARGE = 1 << 60
 RATE_CHANGE = 0.1  # a smaller change of the tier's speed is no reason to plan again
 DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 
@@ -52,7 +52,7 @@ DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at o
 class Engine:
     """The saved-tensor hooks of one handle."""
 
-    has_plan = False  # tensors may be made again, rather than kept or moved
+    has_plan, verifies = False, False  # tensors may be made again; what recipes make is compared with what was there
     moves = True  # anything is to leave the device
 
     def __init__(self, modules: Sequence[nn.Module], *, tier: Tier, activation_budget: int | None, min_bytes: int) -> None:
@@ -123,6 +123,9 @@ class Engine:
         if refused is not None:
             where = "a torch.func transform, which allows no saved-tensor hooks" if _torch.inside_functional_transform() else refused
             raise RuntimeError(f"{name!r} was called inside {where}; run it within handle.paused()")
+        if _torch.inside_functional_transform() or _torch.is_being_traced():
+            self._turn_away("it runs inside a torch.func transform or is being traced, where tensors have no bytes of their own")
+            return None
         with self.lock, self._steady:
             self.tidy_up()
             if self.registry.frames:
@@ -156,7 +159,6 @@ class Engine:
         return result
 
     def passed(self) -> None:
-        """Note that a frame's forward has ended; warn once when three have moved nothing."""
         self.tally.num_passes += 1
         self._say_if_nothing_moves()
 
@@ -227,7 +229,6 @@ class Engine:
             return self.claims.claim(tensor, promise)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Say whether the tensor is a parameter or a buffer, or lies in one."""
         if is_parameter(tensor):
             return True
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or _torch.is_functional_tensor(tensor):
@@ -328,6 +329,7 @@ class Engine:
             return None
         made = Made(recipe, storage)
         made.depth = depth
+        made.check = same_as(storage, scope.fqn) if self.verifies else None
         outputs.note(tensor, made)
         return made
 
@@ -379,7 +381,7 @@ class Engine:
             if self._fruitless[scope.fqn] < MOST_FRUITLESS:
                 scope.groups = list(groups_of(module))
                 news = self.owned.add(itertools.chain(module.parameters(), module.buffers()))
-                self._fruitless[scope.fqn] += -LARGE if news or scope.groups else 1
+                self._fruitless[scope.fqn] += -MANY if news or scope.groups else 1
         for group in scope.groups:
             if any(plain.untyped_storage() not in self.owned for plain in plain_tensors(group.sample)):
                 self.owned.add(group.module.parameters())
@@ -407,7 +409,7 @@ class Engine:
         return Kept(tensor)
 
     def _keep_small(self, tensor: Tensor, storage: UntypedStorage, station: Station, frame: Frame, scope: Scope) -> Promise:
-        """Keep what is not worth a copy. There are many of these, so all that they cost is a promise and an entry in their frame."""
+        """Keep what is not worth a copy. There are many of these; all that they cost is a promise and an entry in their frame."""
         num_bytes = storage.nbytes()
         frame.left_alone.note(storage)
         self.tally.saved(scope.fqn, num_bytes, "small" if num_bytes else "empty")
@@ -415,7 +417,6 @@ class Engine:
         return Kept(tensor, frame)
 
     def _keep_futile(self, tensor: Tensor, storage: UntypedStorage, frame: Frame, scope: Scope) -> Promise:
-        """Leave alone what somebody else keeps alive: like a parameter, it is not ours to free, and so not resident."""
         frame.left_alone.note(storage)
         self.tally.saved(scope.fqn, storage.nbytes(), "futile to move")
         return Kept(tensor, frame)

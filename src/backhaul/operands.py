@@ -16,11 +16,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.storage import UntypedStorage
 
 from backhaul.claims import Claim, Claims, shape_only
 from backhaul.moving import Mover
-from backhaul.saved import Blob, Saved
+from backhaul.saved import Blob, Saved, flat
 from backhaul.scopes import Key, Scope
+from backhaul.watching import fingerprint
 
 TRIES = 3  # passes through a module in which nothing was found, after which it is left alone
 HOPE = "maybe only its shape"
@@ -39,6 +41,20 @@ class OwnClaims(Claims):
     def is_unwritten(self, leaf: Tensor, user: Node) -> bool:
         """Say whether a leaf is certain to be as it was when ``user`` ran."""
         return self._is_unwritten(leaf) if isinstance(leaf, nn.Parameter) else super().is_unwritten(leaf, user)
+
+
+def same_as(storage: UntypedStorage, fqn: str) -> Callable[[UntypedStorage], None]:
+    """Return a check that raises where a storage has not the bytes that this one has now."""
+    print_of_original = fingerprint(flat(storage))
+
+    def check(made: UntypedStorage) -> None:
+        if fingerprint(flat(made)) != print_of_original:
+            raise RuntimeError(
+                f'{fqn or "the model"!r} is under "offload", and what its plain code makes again has other values than the first time; '
+                'was it written in place under no_grad, or through .data? Put that code under "save"'
+            )
+
+    return check
 
 
 class Shapes:

@@ -60,7 +60,7 @@ class Plan:
             ``"recompute"``, or an action that says more. A rule covers what it matches and everything inside; the first that does so
             decides.
         default: for what no rule covers.
-        model: the modules that the plan is made for; it is refused for others.
+        model: the model that the plan is made for, as a module or as its ``Fingerprint``; it is refused for others.
         rule_bytes: by glob, the bytes of saved tensors that fall under that rule in one frame, for whoever reads the plan.
 
     Raises:
@@ -84,7 +84,7 @@ class Plan:
         rules: Mapping[str, Action | str],
         *,
         default: Action | str = "save",
-        model: Fingerprint | None = None,
+        model: "Fingerprint | Any | None" = None,
         rule_bytes: Mapping[str, int] | None = None,
     ) -> None:
         if not isinstance(rules, Mapping):
@@ -100,6 +100,8 @@ class Plan:
         made = tuple(Rule(glob, action_of(action, what=f"rule {glob!r}"), sizes.get(glob)) for glob, action in rules.items())
         object.__setattr__(self, "rules", made)
         object.__setattr__(self, "default", action_of(default, what="the default"))
+        if model is not None and not isinstance(model, Fingerprint):  # a module; its class is not known here, where torch is not imported
+            model = Fingerprint.of(name for name, _ in model.named_modules())
         object.__setattr__(self, "model", model)
 
     def resolve(self, names: Iterable[str], *, containers: Collection[str] = ()) -> Resolved:
@@ -175,8 +177,9 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 
-    def diff(self, other: "Plan") -> str:
+    def diff(self, other: "Plan | Mapping[str, Action | str]") -> str:
         """Say how plans differ: ``-`` is before what only this one says, ``+`` before what only ``other`` does, in the order of rules."""
+        other = other if isinstance(other, Plan) else Plan(other)
         lines = difflib.unified_diff(self._lines(), other._lines(), n=1, lineterm="")
         return "\n".join(line for line in list(lines)[2:] if not line.startswith("@@")) or "no difference"
 

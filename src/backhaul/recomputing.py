@@ -41,7 +41,7 @@ from backhaul.claims import depth_of
 from backhaul.globs import matches
 from backhaul.interrupts import Around
 from backhaul.kinds import take_apart, why_it_stays
-from backhaul.parts import Part, flatten, has_state, is_cache, layout_of, plain_parts, storages_of, unflatten
+from backhaul.parts import Part, State, flatten, has_state, is_cache, layout_of, plain_parts, storages_of, unflatten
 from backhaul.remade import Made, Remade
 from backhaul.replaying import Surroundings
 from backhaul.rerunning import Rerun
@@ -247,7 +247,7 @@ class Unit:
                 raise site.refuse("it takes a cache, which a second run would extend once more", "call the model with use_cache=False")
             generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         self.surroundings = Surroundings(self._accelerators(), generators)
-        self.variables = [(leaf, dict(vars(leaf))) for leaf in leaves if has_state(leaf)]  # until the forward has ended
+        self.variables = [(leaf, State(leaf)) for leaf in leaves if has_state(leaf)]
 
     def _hold(self, tensor: Tensor, known: dict[int, Input]) -> Input:
         held = known.get(id(tensor))  # what is passed twice is one tensor the second time, too
@@ -385,10 +385,9 @@ class Unit:
             raise site.refuse("it writes to an input in place", f"have it not do so (inplace=False), {instead}")
         if name := site.written(self.versions):
             raise site.refuse(f"it writes to {name!r} in its forward, and would do so twice", instead)
-        variables, self.variables = self.variables, []
-        for leaf, before in variables:
-            if vars(leaf).keys() != before.keys() or any(value is not before[name] for name, value in vars(leaf).items()):
-                raise site.refuse(f"it writes to an argument, a {type(leaf).__name__}, and would do so twice", instead)
+        for leaf, state in self.variables:
+            if name := state.changed(leaf):
+                raise site.refuse(f"it writes to {name!r} of an argument, a {type(leaf).__name__}, and would do so twice", instead)
         for name in () if self.inside is None else self.inside.written():
             raise site.refuse(f"keep_outputs keeps what {name!r} returns, and that is written in place", "leave it out of keep_outputs")
 
@@ -404,6 +403,9 @@ class Unit:
             raise self.differs("a parameter of it got other data since its forward; assign data after the backward pass")
         elif self._is_training() != self.training:
             raise self.differs("it was switched between train() and eval() since its forward; switch after the backward pass")
+        for leaf, state in self.variables:
+            if name := state.changed(leaf):
+                raise self.differs(f"{name!r} of an argument, a {type(leaf).__name__}, has been changed since its forward")
         self.site.gather()
         Rerun(self).run(bring)
 

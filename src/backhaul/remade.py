@@ -16,6 +16,7 @@ what it starts from. A maker has weak references to what it made.
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -46,7 +47,7 @@ class Made:
         lock: held while it is made and handed out; those that one maker makes together share it.
     """
 
-    __slots__ = ("__weakref__", "chains", "depth", "home", "lock", "maker", "num_bytes", "promises", "storage", "stream")
+    __slots__ = ("__weakref__", "chains", "check", "depth", "home", "lock", "maker", "num_bytes", "promises", "storage", "stream")
 
     def __init__(self, maker: Maker, storage: UntypedStorage, lock: "threading.RLock | None" = None) -> None:
         self.maker = maker
@@ -55,6 +56,7 @@ class Made:
         self.lock = threading.RLock() if lock is None else lock
         self.home = weakref.ref(storage)  # the original, or what was made last
         self.num_bytes = storage.nbytes()
+        self.check: Callable[[UntypedStorage], None] | None = None  # raises where what has been made has other bytes
         self.storage: UntypedStorage | None = None  # made, and kept until everybody has had it
         self.stream: torch.Stream | None = None  # on which it was made
         self.promises: list[weakref.ref[Remade]] = []
@@ -80,6 +82,8 @@ class Made:
                 self.maker.make(self, bring)
                 storage = self.storage
                 assert storage is not None
+                if self.check is not None:
+                    self.check(storage)
             if self.stream is not None and (current := _current_stream(storage.device)) != self.stream:
                 assert current is not None
                 current.wait_stream(self.stream)

@@ -55,6 +55,7 @@ class Report:
 
     stats: Stats
     modules: tuple[ModuleBytes, ...]
+    made_bytes: int = 0  # by running modules again, so far
     note: str = ""  # why nothing moved, if nothing has
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class Report:
             f"saved      {size(stats.saved_bytes):>12}",
             f"offloaded  {size(stats.offloaded_bytes):>12}  in {stats.num_offloads} copies, {size(stats.futile_bytes)} of it futile",
             f"reloaded   {size(stats.reloaded_bytes):>12}  {stats.num_demand_reloads} times on demand",
-            f"recomputed {size(stats.recomputed_bytes):>12}",
+            f"recomputed {size(stats.recomputed_bytes):>12}  {size(self.made_bytes)} made by running modules again",
             f"kept       {size(stats.kept_bytes):>12}",
             *(f"  {reason:<32} {size(num_bytes):>12}" for reason, num_bytes in stats.kept_by_reason.items()),
             f"resident   {size(stats.resident_bytes):>12}  peak {size(stats.peak_resident_bytes)}",
@@ -94,7 +95,7 @@ class Tally:
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.recomputed_bytes = 0
-        self.made_bytes = 0
+        self.made_bytes = 0  # by running modules again
         self.futile_bytes = 0
         self.num_offloads = 0
         self.num_demand_reloads = 0
