@@ -355,7 +355,7 @@ def test_a_region_goes_by_the_default_and_inside_a_unit_changes_nothing():
         assert same(torch.autograd.grad(loss, x), torch.autograd.grad(x.cumsum(0).sin().sum(), x))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("way", ["vmap", "make_fx", "trace"])
 def test_where_tensors_have_no_bytes_of_their_own_the_model_runs_untouched(way):
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))

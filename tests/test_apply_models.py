@@ -192,7 +192,6 @@ def test_resident_bytes_stay_within_the_budget_and_what_two_nodes_need(model, pl
         assert 0 < stats.peak_resident_bytes <= budget + 2 * one_node
 
 
-@pytest.mark.xfail(strict=True, reason="recipes start from what attention and MLPs return, layer upon layer")
 @pytest.mark.parametrize("model", ["Llama", "Qwen3Moe"])
 def test_what_is_made_again_is_there_for_a_moment(model, monkeypatch):
     alive, most = {}, 0

@@ -242,7 +242,7 @@ class Engine:
         """Remember for the rest of the forward pass what a unit has returned."""
         if self.here.outputs is not None:
             self.here.outputs.note(output, made)
-            if self._where()[1].duty.recipes:
+            if made.chains and self._where()[1].duty.recipes:
                 self.here.outputs.keep(self.claims.claim(output, Remade(made, output)))
 
     def recomputed(self, fqn: str, num_bytes: int) -> None:

@@ -12,8 +12,8 @@ tensor saved the second time has the bytes of the k-th saved the first time. Not
 all that anybody still wants has been collected, so that a projection at the end of a block is not paid for twice.
 
 [Note: Chains]
-What a unit starts from may be another unit's output, made again in turn: a norm before an MLP. That is only done where the other one holds
-no more inside than it returns. Else a row of blocks, each starting from the one before, would all have to be unrolled at once, with
+What a unit or a recipe starts from may be another unit's output, made again in turn: a norm before an MLP. That is only done where the other
+one is a module without others inside, and holds little more inside than it returns. Else a row of blocks, each starting from the one before, would all have to be unrolled at once, with
 everything inside them, to make the input of the last.
 
 [Note: Twice the same]
@@ -48,6 +48,8 @@ from backhaul.rerunning import Rerun
 from backhaul.saved import Bring, Layout, Parts, Promise
 from backhaul.scopes import clean_fqn
 from backhaul.watching import Watching, fingerprint
+
+MOST_INSIDE = 4  # times what a norm written in plain code returns is about what it saves inside
 
 
 class Place(Protocol):
@@ -366,7 +368,7 @@ class Unit:
                 if made is not None:
                     found.append((tensor, made))
         returned = {id(made): made for _, made in found}.values()
-        chains = num_inside <= sum([made.num_bytes for made in returned])
+        chains = num_inside <= MOST_INSIDE * sum([made.num_bytes for made in returned]) and len(self.site.parts) == 1
         depth = 1 + max((depth_of(leaf.promise) for leaf in self.leaves if isinstance(leaf, Input)), default=0)
         for made in returned:
             made.chains, made.depth = chains, depth
