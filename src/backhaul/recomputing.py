@@ -12,9 +12,9 @@ tensor saved the second time has the bytes of the k-th saved the first time. Not
 all that anybody still wants has been collected, so that a projection at the end of a block is not paid for twice.
 
 [Note: Chains]
-What a unit or a recipe starts from may be another unit's output, made again in turn: a norm before an MLP. That is only done where the other
-one is a module without others inside, and holds little more inside than it returns. Else a row of blocks, each starting from the one before, would all have to be unrolled at once, with
-everything inside them, to make the input of the last.
+What a unit or a recipe starts from may be another unit's output, made again in turn: a norm before an MLP. That is only done where the
+other one is a module without others inside, and holds little more inside than it returns. Else a row of blocks, each starting from the one
+before, would all have to be unrolled at once, with everything inside them, to make the input of the last.
 
 [Note: Twice the same]
 ``forward`` has to do the same the second time. What it depends on is put back (replaying.py), what it chooses is recorded (choices.py).
