@@ -205,7 +205,7 @@ def test_an_argument_that_takes_what_the_unit_made_is_refused_and_gone_with_its_
     part = Stateful()
     model, tier = Code(lambda x: part(x.cumsum(0), State()).cos(), part), RecordingTier(deferred=True)
     with apply(model, {"parts.0": "recompute", "*": "offload"}, tier) as handle:
-        with pytest.raises(ValueError, match="it writes to an argument, a State"):
+        with pytest.raises(ValueError, match="it writes to 'made' of an argument, a State"):
             step(model, leaf())
         gc.collect()
         assert_nothing_left(handle, tier)

@@ -266,7 +266,7 @@ def test_the_example_moves_the_input_of_each_compiled_block_and_no_weights(capsy
     report = capsys.readouterr().out
     num_bytes = names["NUM_TOKENS"] * names["HIDDEN"] * 4 * 2 * 4  # two microbatches in each of four steps
     for index in range(names["NUM_LAYERS"]):
-        assert report_row(report, f"layers.{index}") == ["layers." + str(index), *2 * [f"{num_bytes / 2**20:.1f}", "MiB"]]
+        assert report_row(report, f"layers.{index}") == ["layers." + str(index), *2 * [f"{num_bytes / 2**20:.1f}", "MiB"], "0", "B"]
 
 
 def report_row(report: str, fqn: str) -> list[str]:

@@ -15,21 +15,17 @@ import gc
 
 PATIENT = 100_000  # objects made and not dropped before the next look at the young ones
 
-_alive: set[int] = set()  # frames, by number in the process; sets change in one step, so this needs no lock, which finalizers must not take
-_before: list[tuple[int, int, int]] = []  # the thresholds to go back to, if they have been changed
+alive: set[int] = set()  # frames, by number in the process; sets change in one step, so this needs no lock, which finalizers must not take
+before: list[tuple[int, int, int]] = []  # the thresholds to go back to, if they have been changed
 
 
 def frame_begins(token: int) -> None:
     """Have patience from now on, if the collector is on and has less."""
-    _alive.add(token)
+    alive.add(token)
     thresholds = gc.get_threshold()
     if 0 < thresholds[0] < PATIENT:
-        _before[:] = [thresholds]
+        before[:] = [thresholds]
         gc.set_threshold(PATIENT, *thresholds[1:])
 
 
-def frame_ends(token: int) -> None:
-    """Go back, if that was the last frame and nobody else has changed the threshold. May be called from a finalizer."""
-    _alive.discard(token)
-    if not _alive and _before and gc.get_threshold()[0] == PATIENT:
-        gc.set_threshold(*_before.pop())
+# The end of a frame is in its finalizer (scopes.py), in place: no function of Python is called there, in which an interrupt would be lost.

@@ -46,32 +46,21 @@ class State:
         self._items = {name: self._item(each) for name, each in vars(value).items()}
 
     @staticmethod
-    def _item(each: Any) -> tuple[Any, int]:
-        """Return what tells a value from another one, and from what it was before it was written to."""
-        if isinstance(each, Tensor):
-            return weakref.ref(each), _torch.version_of(each)
-        return each, len(each) if isinstance(each, (list, dict, set)) else 0
+    def _item(each: Any) -> Any:
+        return (weakref.ref(each), _torch.version_of(each)) if isinstance(each, Tensor) else each
 
-    def changed(self, value: Any, *, may_fill: bool = False) -> str:
-        """Return the name of an attribute that is another one now, or has been written to; "" if there is none.
-
-        With ``may_fill`` what was not there, or ``None``, may be there now: a cache.
-        """
+    def changed(self, value: Any) -> str:
+        """Return the name of an attribute that is another one now, or a tensor that has been written in place; "" if there is none."""
         now = vars(value)
-        names: list[str] = [*self._items, *now]
-        for name in names:
+        name: str
+        for name in (*self._items, *now):
             if name not in now or name not in self._items:
-                if may_fill and name in now:
-                    continue
                 return name
-            (then, count), (this, new_count) = self._items[name], self._item(now[name])
-            if may_fill and then is None:
-                continue
-            if isinstance(this, weakref.ref):
-                same = isinstance(then, weakref.ref) and then() is this()
-            else:
-                same = then is this or (isinstance(then, (int, float, str)) and then == this)
-            if not same or count != new_count:
+            then, this = self._items[name], now[name]
+            if isinstance(this, Tensor):
+                if not isinstance(then, tuple) or then[0]() is not this or then[1] != _torch.version_of(this):
+                    return name
+            elif then is not this:
                 return name
         return ""
 

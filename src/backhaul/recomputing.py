@@ -115,7 +115,6 @@ class Site:
         compiled = any(_torch.compiled_call(part) or _torch.original_module(part) for part in module.modules())
         # Whether it makes choices, which is known once it has run. A mode would have compiled code compiled again.
         self.chooses: bool | None = False if compiled else None
-        self.has_run = False
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self.accelerators = () if accelerator is None else (accelerator,)
 
@@ -136,16 +135,11 @@ class Site:
             if owner is not None:
                 owner.unshard()
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the module and those inside it, with their names in it."""
-        for name, reference in self.parts:
-            if (part := reference()) is not None:
-                yield name, part
-
     def parameters(self) -> Iterator[Tensor]:
         """Yield its parameters, as they are just now."""
-        for _, part in self.modules():
-            yield from (parameter for parameter in _torch.own_parameters(part).values() if parameter is not None)
+        for _, reference in self.parts:
+            if (part := reference()) is not None:
+                yield from (parameter for parameter in _torch.own_parameters(part).values() if parameter is not None)
 
     def versions(self) -> list[tuple[int, int]]:
         """Return which parameters and buffers there are, by their ids, and their versions."""
@@ -205,7 +199,6 @@ class Unit:
 
     __slots__ = (
         "__weakref__",
-        "attributes",
         "forward",
         "homes",
         "inside",
@@ -257,9 +250,6 @@ class Unit:
             generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         self.surroundings = Surroundings(self._accelerators(), generators)
         self.variables = [(leaf, State(leaf)) for leaf in leaves if has_state(leaf)]
-        self.attributes = (
-            [] if site.has_run else [(name, part, State(part)) for name, part in site.modules()]
-        )  # until the forward has ended
 
     def _hold(self, tensor: Tensor, known: dict[int, Input]) -> Input:
         held = known.get(id(tensor))  # what is passed twice is one tensor the second time, too
@@ -400,11 +390,6 @@ class Unit:
         for leaf, state in self.variables:
             if name := state.changed(leaf):
                 raise site.refuse(f"it writes to {name!r} of an argument, a {type(leaf).__name__}, and would do so twice", instead)
-        attributes, self.attributes, site.has_run = self.attributes, [], True
-        for inside, part, state in attributes:
-            if name := state.changed(part, may_fill=True):
-                what = f"{inside}.{name}" if inside else name
-                raise site.refuse(f"it changes {what!r}, an attribute of its own, and would do so twice", instead)
         for name in () if self.inside is None else self.inside.written():
             raise site.refuse(f"keep_outputs keeps what {name!r} returns, and that is written in place", "leave it out of keep_outputs")
 

@@ -15,6 +15,7 @@ functions on the instance, ``__getstate__`` and ``_replicate_for_data_parallel``
 
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import sys
@@ -30,9 +31,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.storage import UntypedStorage
 
-from backhaul import _torch
+from backhaul import _torch, garbage
 from backhaul._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
-from backhaul.garbage import frame_begins, frame_ends
 from backhaul.tiers.base import Tier
 from backhaul.tracing import unless_traced
 
@@ -78,13 +78,15 @@ class Frame:
         self.calls: dict[str, int] = {}
         self.left_alone = Storages()  # too small to move, or futile to move
         self.token = next(_tokens)
-        frame_begins(self.token)
+        garbage.frame_begins(self.token)
         self.seen: set[int] = set()  # storages counted in this frame that are no blobs of it: parameters, blobs of earlier frames
 
     def __del__(self) -> None:
         if hasattr(self, "token"):  # no interrupt has come before anything was
-            frame_ends(self.token)
             self.grave.append(self.num)
+            garbage.alive.discard(self.token)
+            if not garbage.alive and garbage.before and gc.get_threshold()[0] == garbage.PATIENT:
+                gc.set_threshold(*garbage.before.pop())
 
 
 class Group(NamedTuple):
