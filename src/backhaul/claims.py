@@ -29,7 +29,7 @@ from torch.autograd.graph import Node
 
 from backhaul import _torch
 from backhaul.remade import Remade
-from backhaul.saved import Bring, Kept, Layout, Promise, Recast, Saved, View, modified_in_place
+from backhaul.saved import Bring, Kept, Layout, Parts, Promise, Recast, Saved, View, modified_in_place
 
 Eps = tuple[float | None]  # as it was passed; RMS norms have a default of their own for None
 
@@ -67,7 +67,9 @@ class Base:
 
 
 def depth_of(promise: object) -> int:
-    """Return how many makers have to work one after the other for a promise."""
+    """Return how many makers have to work one after the other for a promise; 0 where nothing is made again."""
+    if isinstance(promise, Parts):
+        return max(map(depth_of, promise.parts.values()), default=0)
     if isinstance(promise, (Claim, Base)):
         return depth_of(promise.promise)
     return promise.made.depth if isinstance(promise, Remade) else 0

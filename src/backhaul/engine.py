@@ -41,7 +41,6 @@ from backhaul.sizes import format_bytes
 from backhaul.stations import Station
 from backhaul.tiers.base import Tier
 
-MANY = 1 << 60
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
 MOST_FUTILE = 2  # steps in which copying a key freed nothing, after which it is left alone
 MOST_FRUITLESS = 3  # looks at a module's parameters, after which it is taken for one whose weights are never gathered
@@ -203,16 +202,16 @@ class Engine:
     def unpack(self, promise: Promise) -> Tensor:
         """Give the tensor of a promise back. What is made again is made without our lock: it is the user's code that runs."""
         tensor = promise.restore(self._bring)
-        if self.has_plan and any(len(station.streams) > 1 for station in self.stations.values()):
+        if self.has_plan and depth_of(promise) and any(len(station.streams) > 1 for station in self.stations.values()):
             self._hold(tensor)
         return tensor
 
     def _hold(self, tensor: Tensor) -> None:
         """Have what was made again stay until all streams have read it (stations.py, [Note: Whose memory])."""
         for plain in plain_tensors(tensor):
-            if (station := self.stations.get(plain.device)) is not None and self.registry.find(plain.untyped_storage()) is None:
+            if (station := self.stations.get(plain.device)) is not None:
                 with self.lock:
-                    station.dropped.append(plain.untyped_storage())
+                    station.hold(plain.untyped_storage())
 
     def _bring(self, blob: Blob) -> None:
         with self.lock, self._steady:
@@ -381,7 +380,7 @@ class Engine:
             if self._fruitless[scope.fqn] < MOST_FRUITLESS:
                 scope.groups = list(groups_of(module))
                 news = self.owned.add(itertools.chain(module.parameters(), module.buffers()))
-                self._fruitless[scope.fqn] += -MANY if news or scope.groups else 1
+                self._fruitless[scope.fqn] += -sys.maxsize if news or scope.groups else 1
         for group in scope.groups:
             if any(plain.untyped_storage() not in self.owned for plain in plain_tensors(group.sample)):
                 self.owned.add(group.module.parameters())

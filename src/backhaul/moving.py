@@ -149,10 +149,8 @@ class Mover:
         try:
             station.wait_to_drop(slot.stored, blob.source())
         except BaseException as error:  # the copy failed: whatever it was, the tensor is still here and the slot is of no use
-            blob.slot = self.registry.records[blob.num].slot = None
-            blob.tier.free(slot)
+            self._forget_copy(blob)
             _ = blob.tier.used_bytes  # takes the slot back now: it holds the error, whose traceback may hold the graph
-            self.tally.takes_back(blob.key.fqn, blob.num_bytes)
             if not isinstance(error, OSError):
                 self.keep(station, blob, "tier failed")
                 raise

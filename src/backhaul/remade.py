@@ -132,10 +132,11 @@ class Outputs:
 
     def is_first(self, made: Made) -> bool:
         """Say, once for each, that a storage is saved for the first time."""
-        known = id(made) in self._saved
+        if id(made) in self._saved:
+            return False
         self._saved.add(id(made))
         self._kept.append(made)  # so that its id stays its own
-        return not known
+        return True
 
     def keep(self, claim: object) -> None:
         """Hold a claim as long as this lives."""

@@ -101,6 +101,11 @@ class Station:
         while self.limbo and all(event.query() for event in self.limbo[0][0]):
             self.limbo.popleft()
 
+    def hold(self, storage: UntypedStorage) -> None:
+        """Keep the storage until nobody can be reading it any more."""
+        if not self.holds(storage):
+            self.dropped.append(storage)
+
     def holds(self, storage: UntypedStorage) -> bool:
         """Say whether the storage is alive because it is held here."""
         return any(storage is other for held in (self.dropped, *(each for _, each in self.limbo)) for other in held)
