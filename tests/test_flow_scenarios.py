@@ -178,3 +178,30 @@ def test_what_is_needed_twice_is_released_in_between_without_a_second_copy():
     assert playback.out_bytes <= 40 * 200_000_000
     assert playback.in_bytes > playback.out_bytes
     assert playback.peak_resident_bytes <= 4e9 + 200_000_000  # and the one at hand
+
+
+def test_what_is_needed_twice_comes_back_once():
+    """The storage of a norm's output, say: three projections read it one after the other, and without a budget nothing waits for it."""
+    events = stage(accumulation(1), layers=8)
+    twice = list(events)
+    for index in reversed(range(len(events) - 2)):
+        if isinstance(events[index], Need):
+            twice.insert(index + 3, events[index])  # two other needs lie between
+    flow = flow_of(None)
+    playback = train(flow, twice, twice, twice)
+    assert playback.in_bytes == playback.out_bytes > 0
+    assert playback.stall_fraction < 0.005
+
+
+def test_a_step_that_lacks_a_few_items_is_the_same_step():
+    flow = flow_of(22.9)
+    steady = train(flow, W1, W1, W1).stall_ms
+    futile = {(event.frame, event.key) for event in W1 if event.frame in (2, 7) and event.key in {(1, 1), (3, 8)}}
+    fewer = [event for event in W1 if (event.frame, event.key) not in futile]
+    train(flow, fewer, timed=False)  # no times of the new order are known
+    assert flow.num_misses
+    misses = flow.num_misses
+    playback = train(flow, fewer)
+    assert flow.num_misses == misses
+    assert flow.predicted_stall_ms is not None
+    assert playback.stall_ms < 1.1 * steady

@@ -11,6 +11,7 @@ from backhaul.scheduling import Schedule, schedule
 from backhaul.steps import Key, Pace, Step
 from backhaul.wire import Link
 
+FEW = 0.1  # of the items of a step may be missing for it to be the same step
 DRIFT = 0.05  # of the compute of a step that may be elsewhere than planned
 LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
@@ -24,7 +25,7 @@ class Course(Generic[Blob]):
     """A learned step that the current one is expected to repeat, and how far it has got."""
 
     def __init__(self, step: Step) -> None:
-        self.step = step
+        self._expect(step)
         self.pace = Pace()
         self.steady = True  # sizes were the same each time
         self.schedule: Schedule | None = None
@@ -36,9 +37,12 @@ class Course(Generic[Blob]):
         self.num_timed = 0  # steps
         self.num_untimed = 0  # steps begun since the last one that was timed
         self.follower: Course[Blob] | None = None  # the step that came next
+        self.restart([])
+
+    def _expect(self, step: Step) -> None:
+        self.step = step
         self.saves, self.needs = step.index()
         self.index = {name: item for item, name in enumerate(step.names)}
-        self.restart([])
 
     def restart(self, blobs: list[Blob | None]) -> None:
         """Expect the step from its beginning, or from where these blobs have been saved."""
@@ -52,6 +56,26 @@ class Course(Generic[Blob]):
         if steady != self.steady or abs(sum(step.sizes) - sum(self.step.sizes)) > 0.02 * sum(step.sizes):
             self.stale = True
         self.step, self.steady = step, steady
+
+    def shrink(self, step: Step) -> bool:
+        """Take a step that has gone in this order but for a few items that were not saved in it. Say whether it has.
+
+        Copies of an item that turn out to free nothing are given up after a while, and no more is known of it; the rest of the step is as
+        well known as before.
+        """
+        item_of = {name: item for item, name in enumerate(step.names)}
+        places = [item_of.get(name, -1) for name in self.step.names]
+        kept = [position for position, event in enumerate(self.step.events) if places[event if event >= 0 else ~event] >= 0]
+        events = [places[event] if event >= 0 else ~places[~event] for event in (self.step.events[position] for position in kept)]
+        num_missing = len(places) - len(step.names)
+        if not 0 < num_missing <= FEW * len(places) or events != step.events:
+            return False
+        self.pace.keep_only(kept)
+        self._expect(step)
+        self.restart([])
+        self.schedule, self.planned, self.stale = None, [], True
+        self.num_made = min(self.num_made, EARLY_PLANS - 1)
+        return True
 
     def measure(self, ms: Sequence[float], link: Link, *, doubt: float, idle: Iterable[int] = ()) -> None:
         """Take the times of the latest step that has gone in this order."""

@@ -453,12 +453,11 @@ class Flow:
         for course in self._known:
             if course.step.events == step.events and course.step.names == step.names:
                 course.resize(step)
-                self._known.remove(course)
                 break
         else:
-            course = Course(step)
+            course = next((course for course in self._known if course.shrink(step)), None) or Course(step)
         self._last = course
         if before is not None:
             before.follower = course
         course.refine(link=self.link, budget=self.activation_budget)
-        self._known[:] = [course, *self._known][:KNOWN_STEPS]
+        self._known[:] = [course, *(other for other in self._known if other is not course)][:KNOWN_STEPS]

@@ -226,7 +226,12 @@ class _Play:
 
         What is needed no more but stays alive, as between the halves of a split backward, is the first to go where that costs no copy.
         """
-        if self.next_use[item] < self.num_events or (self.has_copy[item] and self.table.step.drops[item] > len(self.at)):
+        use = self.next_use[item]
+        if self.budget is None and self.has_copy[item] and use < self.num_events:
+            if not self._pays(item, use):  # it would have to come back at once
+                return
+            insort(self.pledged, (use, item))
+        if use < self.num_events or (self.has_copy[item] and self.table.step.drops[item] > len(self.at)):
             self._offer(item)
 
     def _redeem(self, item: int) -> None:

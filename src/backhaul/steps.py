@@ -53,6 +53,23 @@ class Pace:
         self._seen: deque[list[tuple[bool, float]]] = deque(maxlen=4)  # the latest steps, by event: whether compute waited, ms of compute
         self._idle: deque[frozenset[int]] = deque(maxlen=3)  # the latest steps: events at which the device had done all before
 
+    def keep_only(self, positions: Sequence[int]) -> None:
+        """Forget the other events; what passed between them passes between these."""
+
+        def sums(gaps: Sequence[float]) -> list[float]:
+            ends = (*positions[1:], len(gaps))
+            return [sum(gaps[begin:end]) for begin, end in zip(positions, ends, strict=True)]
+
+        def merged(found: list[tuple[bool, float]]) -> list[tuple[bool, float]]:
+            waited = sums([float(waited) for waited, _ in found])
+            return list(zip(map(bool, waited), sums([gap for _, gap in found]), strict=True))
+
+        index = {position: place for place, position in enumerate(positions)}
+        self.gaps = sums(self.gaps) if self.gaps else []
+        self.reads = [index[position] for position in self.reads if position in index]
+        self._seen = deque(map(merged, self._seen), maxlen=self._seen.maxlen)
+        self._idle = deque((frozenset(index[each] for each in idle if each in index) for idle in self._idle), maxlen=self._idle.maxlen)
+
     def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0, idle: Iterable[int] = ()) -> None:
         """Take the times at which the device reached each event, less what it waited for our copies, and the events that found it ``idle``.
 
