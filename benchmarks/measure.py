@@ -42,6 +42,7 @@ class Row:
     note: str = ""
     step_ms: float | None = None  # the median
     steps_ms: tuple[float, ...] = ()
+    tokens_per_s: float | None = None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     activation_bytes: int | None = None
@@ -99,6 +100,12 @@ def clean_up() -> None:
         empty_host_cache()
 
 
+def tokens_per_step(workload: Workload) -> int | None:
+    """Return how many tokens one step trains on, of a workload that names its sizes."""
+    tokens, microbatches = workload.facts.get("tokens"), workload.facts.get("microbatches", 1)
+    return None if tokens is None else tokens * microbatches
+
+
 def pinned_by_torch() -> int:
     if not torch.cuda.is_available():
         return 0
@@ -135,11 +142,13 @@ def measure(
         times.append((time.perf_counter() - start) * 1e3)
     peak_allocated = torch.accelerator.max_memory_allocated() if on_device else None
     peak_reserved = torch.accelerator.max_memory_reserved() if on_device else None
+    step_ms, tokens = statistics.median(times), tokens_per_step(workload)
     resident = psutil.Process().memory_info().rss - resident_before - sum(grad.nbytes for grad in previous)
     return Row(
         variant=name,
-        step_ms=statistics.median(times),
+        step_ms=step_ms,
         steps_ms=tuple(times),
+        tokens_per_s=None if tokens is None else tokens / step_ms * 1e3,
         peak_allocated_bytes=peak_allocated,
         peak_reserved_bytes=peak_reserved,
         activation_bytes=None if peak_allocated is None or before is None else peak_allocated - before,

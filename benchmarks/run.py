@@ -1,6 +1,6 @@
 """Run one workload under several variants, and print what each costs.
 
-    python -m benchmarks.run W1 --variants plain,checkpoint,backhaul:12GiB,megatron,trl,save_on_cpu
+    python -m benchmarks.run W1 --variants plain,checkpoint,selective,backhaul:12GiB,megatron,trl,save_on_cpu
     python -m benchmarks.run W2 --tokens 32768 --variants plain,backhaul:0,trl --json results.json --picture results.png
 
 Covers: the command line, the order of things, the table and the JSON.
@@ -31,8 +31,12 @@ if TYPE_CHECKING:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Run one workload under several variants.")
-    parser.add_argument("workload", help="W1, W1s, W1v, W2, W2c, W3 or W4")
-    parser.add_argument("--variants", default="plain,backhaul", help="names with commas between; backhaul:12GiB gives it a budget")
+    parser.add_argument("workload", help="W1, W1s, W1v, W2, W2c, W2f, W3 or W4")
+    parser.add_argument(
+        "--variants",
+        default="plain,backhaul",
+        help="names with commas between; backhaul:12GiB, plan:12GiB and memory_budget:0.5 have a budget",
+    )
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny runs on a CPU in seconds")
     parser.add_argument("--device", help="the accelerator, or else the CPU, if not given")
     parser.add_argument("--tokens", type=int, help="tokens a microbatch")
@@ -148,8 +152,20 @@ def describe(device: Any) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type
 
 
-COLUMNS = ("variant", "step ms", "vs plain", "activations", "allocated", "reserved", "pinned", "resident", "grads vs plain", "vs itself")
-WIDTHS = (18, 10, 9, 12, 10, 10, 9, 9, 15, 15)
+COLUMNS = (
+    "variant",
+    "step ms",
+    "vs plain",
+    "tokens/s",
+    "activations",
+    "allocated",
+    "reserved",
+    "pinned",
+    "resident",
+    "grads vs plain",
+    "vs itself",
+)
+WIDTHS = (18, 10, 9, 10, 12, 10, 10, 9, 9, 15, 15)
 
 
 def line(cells: Sequence[str]) -> str:
@@ -168,8 +184,9 @@ def format_row(row: "Row", plain_ms: float | None) -> str:
         return "-" if value is None else "bit-equal" if value.equal else f"differ {value.worst:.1e}"
 
     against = "-" if plain_ms is None else f"{row.step_ms / plain_ms - 1:+.1%}"
+    tokens = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
     sizes = (row.activation_bytes, row.peak_allocated_bytes, row.peak_reserved_bytes, row.pinned_bytes, row.resident_bytes)
-    return line([row.variant, f"{row.step_ms:.1f}", against, *map(size, sizes), compared(row.to_plain), compared(row.to_itself)])
+    return line([row.variant, f"{row.step_ms:.1f}", against, tokens, *map(size, sizes), compared(row.to_plain), compared(row.to_itself)])
 
 
 def as_json(outcome: Outcome, options: argparse.Namespace) -> dict[str, Any]:

@@ -7,18 +7,20 @@ A variant is made before its model, since the model asks it for its ``group``; t
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.workloads.base import Group, GroupFactory, Workload
 
@@ -67,11 +69,67 @@ class Checkpoint(Variant):
             raise DoesNotApplyError("checkpointed already")
         self.blocks = workload.blocks
         for block in self.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = self.around(block.forward)
+
+    def around(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return what a block should do instead of its own forward."""
+        return partial(checkpoint, forward, use_reentrant=False)
 
     def detach(self) -> None:
         for block in self.blocks:
             del block.forward
+
+
+aten = torch.ops.aten
+MATRIX_PRODUCTS = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._grouped_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+class SelectiveCheckpoint(Checkpoint):
+    """Keep what matrix products and attention return, and recompute the rest of every layer from its input."""
+
+    def around(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        contexts = partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)
+        return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+class MemoryBudget(Checkpoint):
+    """Compile every layer, and have the compiler keep this share of what it would keep for the shortest step.
+
+    1 is the compiler's default, 0 keeps the layer's input alone. Kernels are fused, so gradients differ from the plain ones by rounding.
+    """
+
+    def __init__(self, budget: str = "0.5") -> None:
+        self.budget = float(budget)
+
+    def attach(self, workload: Workload) -> None:
+        torch.compiler.reset()
+        super().attach(workload)
+
+    def around(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        # On a CPU the compiler decides what to keep in the same way, and makes no kernels, which would take long.
+        backend = "inductor" if torch.accelerator.is_available() else "aot_eager_decomp_partition"
+        return torch.compile(forward, backend=backend, fullgraph=True)
+
+    @contextmanager
+    def microbatch(self, chunk: int) -> Iterator[None]:
+        try:
+            with torch._functorch.config.patch(activation_memory_budget=self.budget):
+                yield
+        except torch._dynamo.exc.Unsupported as error:
+            raise DoesNotApplyError("a block does not compile whole") from error
+
+    def detach(self) -> None:
+        super().detach()
+        torch.compiler.reset()
 
 
 class SaveOnCPU(Variant):
@@ -185,57 +243,85 @@ class Backhaul(Variant):
     def attach(self, workload: Workload) -> None:
         import backhaul as bh
 
-        modules = workload.chunks if len(workload.chunks) > 1 else workload.chunks[0]
+        self.tier = bh.PinnedHost()
         # What the tiny sizes save is below the default; on an accelerator everything is as a user gets it.
         smallest = None if torch.accelerator.is_available() else 0
-        self.tier = bh.PinnedHost()
-        self.handle = bh.offload(modules, activation_budget=self.budget, tier=self.tier, min_bytes=smallest)
+        self.handles = self.manage(workload, tier=self.tier, min_bytes=smallest)
+
+    def manage(self, workload: Workload, **options: Any) -> list[Any]:
+        """Return the handles of the workload's chunks."""
+        import backhaul as bh
+
+        return [bh.offload(workload.chunks, activation_budget=self.budget, **options)]
 
     def detach(self) -> None:
-        self.handle.remove()
-        del self.handle
+        for handle in self.handles:
+            handle.remove()
+        del self.handles
         self.tier.close()
 
     def pinned_bytes(self) -> int:
         return self.tier.locked_bytes
 
     def stats(self) -> Mapping[str, object]:
-        return asdict(self.handle.stats)
+        each = [asdict(handle.stats) for handle in self.handles]
+        kept = sum((Counter(stats.pop("kept_by_reason")) for stats in each), Counter())
+        return {name: sum(stats[name] for stats in each) for name in each[0]} | {"kept_by_reason": dict(kept)}
 
     def explain(self) -> str:
-        return str(self.handle.report())
+        return "\n".join(str(handle.report()) for handle in self.handles)
 
 
 class Planned(Backhaul):
-    """This library with the workload's own plan: cheap modules recomputed, the rest offloaded, as far as a budget needs it."""
+    """This library with the workload's own plan: cheap modules recomputed, the rest offloaded, as far as a budget needs it.
 
-    def attach(self, workload: Workload) -> None:
+    Each chunk has a handle of its own, and an equal share of the budget.
+    """
+
+    def rules(self, workload: Workload) -> Mapping[str, str] | None:
+        return workload.plan
+
+    def manage(self, workload: Workload, **options: Any) -> list[Any]:
         import backhaul as bh
+        from backhaul.sizes import parse_bytes
 
-        if workload.plan is None or len(workload.chunks) > 1:
+        rules = self.rules(workload)
+        if rules is None:
             raise DoesNotApplyError("it has no plan")
-        smallest = None if torch.accelerator.is_available() else 0
-        self.tier = bh.PinnedHost()
-        self.handle = bh.apply(workload.chunks[0], workload.plan, activation_budget=self.budget, tier=self.tier, min_bytes=smallest)
+        share = None if self.budget is None else parse_bytes(self.budget, what="budget") // len(workload.chunks)
+        return [bh.apply(chunk, rules, activation_budget=share, **options) for chunk in workload.chunks]
+
+
+class Lean(Planned):
+    """The same with less to recompute: only what frees more than the link does."""
+
+    def rules(self, workload: Workload) -> Mapping[str, str]:
+        return workload.lean
 
 
 KINDS: dict[str, Callable[..., Variant]] = {
     "plain": Variant,
     "checkpoint": Checkpoint,
+    "selective": SelectiveCheckpoint,
+    "memory_budget": MemoryBudget,
     "backhaul": Backhaul,
     "plan": Planned,
+    "lean": Lean,
     "megatron": Megatron,
     "trl": TRL,
     "save_on_cpu": SaveOnCPU,
 }
 
 
+WITH_BUDGET = ("backhaul", "plan", "lean", "memory_budget")
+
+
 def make(text: str) -> Variant:
-    """Make a variant from its name; ``backhaul:12GiB`` and ``plan:12GiB`` give backhaul a budget."""
+    """Make a variant from its name. ``backhaul:12GiB``, ``plan:12GiB`` and ``memory_budget:0.5`` say how much may stay on the device."""
     name, _, argument = text.partition(":")
     if name not in KINDS:
         raise ValueError(f"no variant is called {name!r}; there are {', '.join(KINDS)}")
-    if argument and name not in ("backhaul", "plan"):
+    if argument and name not in WITH_BUDGET:
         raise ValueError(f"{name} takes no argument, but {text!r} has one")
     return KINDS[name](argument) if argument else KINDS[name]()
 

@@ -1,11 +1,14 @@
 """Shared by all tests: seeds, threads, and small helpers that read like claims."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import backhaul as bh
 from backhaul.testing import RecordingTier
@@ -49,6 +52,36 @@ def everything(modules: nn.Module | Sequence[nn.Module], tier: bh.Tier | None = 
     """Manage so that all that can move does, through a tier that copies as late as it may and poisons what it has freed."""
     chosen = {"activation_budget": 0, "min_bytes": 0, **options}
     return bh.offload(modules, tier=tier or RecordingTier(deferred=True), **chosen)  # type: ignore[arg-type]
+
+
+def in_threads(*works: Callable[[], object]) -> None:
+    """Run each in a thread of its own, all at once; raise what one of them raised."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(works))
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            start.wait(timeout=30)
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "deadlock"
+    for error in errors:
+        raise error
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of one, and the process group that it needs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

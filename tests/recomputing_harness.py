@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
+from backhaul.compiling import look_into_no_trace
 from backhaul.kinds import is_parameter
-from backhaul.recomputing import Site, Unit, run_unit
+from backhaul.recomputing import Unit, run_unit
 from backhaul.remade import Made, Outputs, Remade
 from backhaul.saved import Kept, Promise
+from backhaul.sites import Site
 
 
 class Here(threading.local):
@@ -40,6 +42,7 @@ class Harness:
         for name, module in model.named_modules():
             if is_chosen(name):
                 self.sites[name] = Site(name or "root", module, **options)
+                look_into_no_trace(self.sites[name])
                 self._wrap(module, self.sites[name])
 
     def _wrap(self, module: nn.Module, site: Site) -> None:
@@ -100,6 +103,10 @@ class Harness:
             and tensor.layout == torch.strided
             and any(tensor.untyped_storage() is each.untyped_storage() for each in mine)
         )
+
+    def keep_owned(self, tensor: Tensor) -> Promise | None:
+        """Keep it if it is one."""
+        return Kept(tensor) if self.owns(tensor) else None
 
     def home_of(self, parameter: Tensor) -> "weakref.ref[UntypedStorage] | None":
         """Return its storage."""

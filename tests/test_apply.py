@@ -454,3 +454,40 @@ def test_a_rule_for_the_second_name_of_a_module_is_told_the_first():
     shared = nn.GELU()
     with pytest.raises(ValueError, match="'1'"):
         apply(nn.Sequential(nn.Linear(2, 2), shared, nn.Linear(2, 2), shared), {"3": "recompute"})
+
+
+def saves_once() -> nn.Module:
+    """Return a module that saves one tensor, which no recipe makes."""
+    return Code(lambda x: x.cumsum(0).cos())
+
+
+class Parts(nn.Module):
+    """Holds modules that others call, and has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = saves_once()
+
+
+class CallsParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Parts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body.act(x)
+
+
+@pytest.mark.parametrize(("rules", "stays"), [({"body": "save", "*": "offload"}, True), ({"body": "offload"}, False)])
+def test_a_rule_for_a_module_without_a_forward_is_about_its_parts(rules, stays):
+    tier, stats = managed(CallsParts(), rules, leaf())
+    assert stats.kept_by_reason.get("save", 0) == (NUM_BYTES if stays else 0)
+    assert tier.bytes_of("store") == (0 if stays else NUM_BYTES)
+
+
+def test_a_shared_module_goes_by_its_first_name_where_it_is_called_by_its_second():
+    shared = saves_once()
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    tier, stats = managed(model, {"0": "save", "1": "offload"}, leaf())
+    assert not tier.bytes_of("store")
+    assert stats.kept_by_reason["save"] == 2 * NUM_BYTES

@@ -1,6 +1,7 @@
 """Rule 9 and C31 under a plan: whatever is raised, in a unit, in its second run or around them, leaves nothing behind."""
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -17,6 +18,7 @@ import backhaul as bh
 from backhaul import _torch
 from backhaul.testing import RecordingTier
 from tests.conftest import same
+from tests.interrupts import FINALIZERS, interrupted_at, ours
 from tests.planned import ROWS, WIDTH, X, apply, step
 
 
@@ -294,39 +296,14 @@ def test_a_module_that_cannot_run_twice_is_refused_and_without_its_rule_all_is_w
 # Interrupts at any point
 
 
-def ours(frame: FrameType) -> bool:
-    return f"{os.sep}backhaul{os.sep}" in frame.f_code.co_filename
-
-
-@contextmanager
-def interrupted_at(number: int, within: str = "") -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at the ``number``-th place in backhaul, or in what it calls, where the interpreter may deliver a signal.
-
-    That is, as a function begins or as a call of C returns; ``within`` a file of that name, if one is given. Finalizers are spared: Python
-    itself swallows what is raised there. So is the tier, which is none of a user's.
-    """
-    count = [0]
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        if event not in ("call", "c_return") or frame.f_code.co_filename == __file__:
-            return
-        callers = [frame, *(caller for caller in (frame.f_back, frame.f_back and frame.f_back.f_back) if caller is not None)]
-        paths = {os.path.basename(caller.f_code.co_filename) for caller in callers}
-        names = {caller.f_code.co_name for caller in callers}
-        if not any(map(ours, callers)) or names & {"__del__", "forget", "<genexpr>"} or "testing.py" in paths:
-            return
-        if within and within not in paths:
-            return
-        count[0] += 1
-        if count[0] == number:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        yield count
-    finally:
-        sys.setprofile(None)
+def counts(frame: FrameType, within: str = "") -> bool:
+    """Say whether a frame is backhaul's or called by it; ``within`` a file of that name, if one is given. The tier is spared."""
+    callers = [frame, *(caller for caller in (frame.f_back, frame.f_back and frame.f_back.f_back) if caller is not None)]
+    paths = {os.path.basename(caller.f_code.co_filename) for caller in callers}
+    names = {caller.f_code.co_name for caller in callers}
+    if frame.f_code.co_filename == __file__ or not any(map(ours, callers)) or names & {*FINALIZERS, "forget"} or "testing.py" in paths:
+        return False
+    return not within or within in paths
 
 
 def put_back(model: nn.Module) -> None:
@@ -345,7 +322,7 @@ def interrupt(part: str, num_steps_before: int, number: int, expected: list[Tens
         torch.manual_seed(1)
         hit = False
         loss = None if part == "forward" else model(X).square().sum()
-        with interrupted_at(number, within) as count:
+        with interrupted_at(number, functools.partial(counts, within=within)) as count:
             try:
                 if loss is None:
                     model(X)

@@ -80,6 +80,80 @@ def test_a_recomputed_module_among_offloaded_ones(model, glob):
     assert stats.recomputed_bytes > 0
 
 
+MEGATRON = [
+    pytest.param(model, glob, id=f"{model}-{word}")
+    for model, words in (("Qwen3Moe", bh.presets.qwen3_moe), ("DeepseekV3", bh.presets.deepseek_v3))
+    for word, glob in words.items()
+]
+
+
+@pytest.mark.parametrize(("model", "glob"), MEGATRON)
+def test_each_of_megatron_s_words_under_each_action(model, glob):
+    case = trained(Setting(model))
+    case.under({glob: "offload"})
+    assert "save" in case.under({glob: "save", "*": "offload"}).kept_by_reason
+    assert case.under({glob: "recompute", "*": "offload"}).recomputed_bytes >= all_offloaded(model).recomputed_bytes > 0
+
+
+@pytest.mark.parametrize(("model", "words"), [("Qwen3Moe", bh.presets.qwen3_moe), ("DeepseekV3", bh.presets.deepseek_v3)])
+def test_all_of_megatron_s_words_together(model, words):
+    case = trained(Setting(model))
+    for action, rest in (("offload", "save"), ("recompute", "offload"), ("save", "offload")):
+        case.under({**dict.fromkeys(words.values(), action), "*": rest})
+
+
+# Routing
+
+WITH_EXPERTS = pytest.mark.parametrize("model", [model for model in MODELS if model != "Llama"])
+
+
+@WITH_EXPERTS
+@pytest.mark.parametrize("unit", ["*.layers.*", "*.mlp"])
+def test_c17_a_token_goes_to_the_same_experts_though_the_router_would_decide_otherwise(model, unit):
+    setting = Setting(model, experts="" if model == "GptOss" else "eager")
+    net, seen, noise = build(setting), [], [0.0]
+    for name, module in net.named_modules():
+        if name.endswith((".gate", ".router")):
+            module.register_forward_pre_hook(lambda module, args: (args[0] + noise[0] * args[0].flip(-1), *args[1:]))
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda module, args, name=name: seen.append((name, args[1].clone())))
+    noise[0] = 50.0
+    with torch.no_grad():
+        loss_of(net, setting)
+    otherwise, noise[0] = dict(seen), 0.0
+    seen.clear()
+    with bh.apply(net, {unit: "recompute", "*": "offload"}, min_bytes=0, tier="host"):
+        loss = loss_of(net, setting)
+        first = dict(seen)
+        seen.clear()
+        noise[0] = 50.0
+        loss.backward()
+    assert not all(first[name].equal(otherwise[name]) for name in first)  # it would
+    assert len(seen) == len(first) > 0
+    assert all(first[name].equal(route) for name, route in seen)
+
+
+@WITH_EXPERTS
+def test_a_router_whose_outputs_are_kept_is_not_made_again(model):
+    case = trained(Setting(model, dropout=0.2))
+    for unit in ("*.layers.*", "*.mlp"):
+        keeping = bh.Recompute(keep_outputs=("*.router" if model == "GptOss" else "*.gate",))
+        without = case.under({unit: "recompute"})
+        assert case.under({unit: keeping}, verify_recompute=True).kept_bytes > without.kept_bytes
+
+
+@in_each_model
+def test_verification_names_the_module_inside_whose_values_differ(model):
+    setting = Setting(model)
+    net, noise = build(setting), [0.0]
+    net.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (args[0] + noise[0], *args[1:]))
+    with bh.apply(net, {"*.layers.*": "recompute"}, min_bytes=0, tier="host", verify_recompute=True):
+        loss_of(net, setting).backward()
+        loss, noise[0] = loss_of(net, setting), 1e-3
+        with pytest.raises(RuntimeError, match=r"'model\.layers\.1\.mlp[.\w]*' is recomputed, but saved tensor \d+ .* has other values"):
+            loss.backward()
+
+
 # In every setting
 
 

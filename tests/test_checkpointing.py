@@ -1,6 +1,7 @@
 """C04: beside torch.utils.checkpoint, around and inside it, in every nesting; recomputation is never switched off."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -204,6 +205,47 @@ def test_dropout_under_a_checkpoint_is_recomputed_the_same(reentrant):
         return model
 
     assert assert_same_training(build, step, everything, steps=3).stats.offloaded_bytes > 0
+
+
+class Scaled(nn.Module):
+    """A block with a second input, which can be given by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        return self.block(x) * scale
+
+
+@pytest.mark.parametrize(
+    ("plan", "freed"),
+    [
+        ({"*": "offload"}, [True, False]),  # the checkpoint itself holds what is given by keyword, where nobody sees it
+        ({"parts.1": "recompute", "*": "offload"}, [True, True]),  # a unit in its place starts from both
+    ],
+    ids=["checkpoint", "unit"],
+)
+def test_c04_of_a_region_with_keywords_what_can_be_seen_moves(plan, freed):
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        x, scale = model.parts[0](x).cumsum(0), model.parts[2](x).cumsum(0)
+        storages[:] = [weakref.ref(each.untyped_storage()) for each in (x, scale)]
+        is_unit = "parts.1" in plan
+        y = model.parts[1](x, scale=scale) if is_unit else checkpoint(model.parts[1], x, scale=scale, use_reentrant=False)
+        return y.sin().cumsum(0).cos().exp()  # what was saved last leaves when more is saved
+
+    model = Code(forward, nn.Linear(WIDTH, WIDTH), Scaled(), nn.Linear(WIDTH, WIDTH))
+    x, tier, parameters = torch.randn(ROWS, WIDTH), RecordingTier(), list(model.parameters())
+    expected = torch.autograd.grad(model(x).square().sum(), parameters)
+    with bh.apply(model, plan, tier=tier, activation_budget=0, min_bytes=0) as handle:
+        for _ in range(3):
+            loss = model(x).square().sum()
+            assert [storage() is None for storage in storages] == freed
+            assert same(torch.autograd.grad(loss, parameters), expected)
+            del loss
+            assert handle.stats.resident_bytes == tier.used_bytes == 0
 
 
 def test_a_checkpoint_that_stops_early_leaves_our_own_hooks_where_they_were():

@@ -90,22 +90,18 @@ def test_a_variant_that_fails_ends_the_demo_with_its_name(monkeypatch):
     assert "the plain variant ended with exit status 1" in result.output
 
 
-def test_a_device_that_is_not_there_is_refused_on_the_command_line():
-    result = CliRunner().invoke(app, ["demo", "--device", "no-such-device"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--device", "no-such-device", "cannot be used here"),
+        ("--hidden", "100", "multiple of 64"),  # heads do not divide it
+        ("--budget", "12 gigs", "12 gigs"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_on_the_command_line(option, value, message):
+    result = CliRunner().invoke(app, ["demo", option, value])
     assert result.exit_code == 2
-    assert "cannot be used here" in result.output
-
-
-def test_a_width_that_heads_do_not_divide_is_refused():
-    result = CliRunner().invoke(app, ["demo", "--hidden", "100"])
-    assert result.exit_code == 2
-    assert "multiple of 64" in result.output
-
-
-def test_a_budget_that_is_no_size_is_refused():
-    result = CliRunner().invoke(app, ["demo", "--budget", "12 gigs"])
-    assert result.exit_code == 2
-    assert "12 gigs" in result.output
+    assert message in result.output
 
 
 def test_a_digest_tells_bits_apart_that_compare_equal():

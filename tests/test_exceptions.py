@@ -2,11 +2,9 @@
 
 import contextlib
 import gc
-import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -19,6 +17,7 @@ from backhaul import _torch
 from backhaul.testing import RecordingTier
 from backhaul.tiers.base import TierFull
 from tests.conftest import Code, everything, same
+from tests.interrupts import FINALIZERS, interrupted_at, ours
 
 
 class BrokenError(Exception):
@@ -220,37 +219,13 @@ def test_the_traceback_of_an_exception_in_forward_still_shows_where(kind):
 # Interrupts at any point
 
 
-def ours(frame: FrameType | None) -> bool:
-    path = frame.f_code.co_filename if frame is not None else ""
-    return f"{os.sep}backhaul{os.sep}" in path and not path.endswith("testing.py")
-
-
-@contextmanager
-def interrupted_at(number: int) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at the ``number``-th place in backhaul where the interpreter may deliver a signal.
-
-    That is, as a function begins or as a call of C returns. A finalizer is spared: Python itself swallows what is raised there.
-    """
-    count = [0]
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        mine = ours(frame) or (frame.f_code.co_qualname.startswith("saved_tensors_hooks") and ours(frame.f_back))
-        if event not in ("call", "c_return") or not mine or frame.f_code.co_name in ("__del__", "<genexpr>"):
-            return
-        count[0] += 1
-        if count[0] == number:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        yield count
-    finally:
-        sys.setprofile(None)
+def counts(frame: FrameType) -> bool:
+    mine = ours(frame) or (frame.f_code.co_qualname.startswith("saved_tensors_hooks") and ours(frame.f_back))
+    return mine and frame.f_code.co_name not in FINALIZERS
 
 
 def num_places(run: Callable[[], object]) -> int:
-    with interrupted_at(-1) as count:
+    with interrupted_at(-1, counts) as count:
         run()
     return count[0]
 
@@ -271,14 +246,14 @@ def test_c31_an_interrupt_at_any_point_of_ours_leaves_nothing(part, num_steps_be
         model, tier, handle = managed()
         hit = False
         if part == "forward":
-            with interrupted_at(number) as count:
+            with interrupted_at(number, counts) as count:
                 try:
                     model(X)
                 except KeyboardInterrupt:
                     hit = True
         else:
             loss = model(X).square().sum()
-            with interrupted_at(number) as count:
+            with interrupted_at(number, counts) as count:
                 try:
                     loss.backward()
                 except KeyboardInterrupt:

@@ -64,6 +64,22 @@ def test_two_kinds_of_step_in_turn_are_both_known():
     assert flow.num_misses == misses
 
 
+def test_kinds_of_step_that_come_in_a_pattern_are_told_by_the_latest_few():
+    """As on the last stage of DualPipeV, where each microbatch is a step and some of the backwards are split in halves."""
+    flow, whole = flow_of(4), stage(accumulation(1))
+    halves = [*whole, *(event for event in whole if isinstance(event, Need))]
+    pattern = [halves, halves, whole, whole, whole]
+    train(flow, *pattern * 3)
+    reloads = flow.num_demand_reloads
+    train(flow, *pattern)
+    told = flow.num_demand_reloads - reloads
+    in_turn = flow_of(4)
+    train(in_turn, *[halves] * 9)
+    reloads = in_turn.num_demand_reloads
+    train(in_turn, halves, halves)
+    assert told <= in_turn.num_demand_reloads - reloads
+
+
 def test_a_microbatch_less_does_not_lose_the_step():
     flow = flow_of(27.2)
     train(flow, W1, W1)

@@ -1,7 +1,6 @@
 """Host memory as a tier: what goes in comes out, within its capacity, aligned, and also where nothing can be page-locked."""
 
 import os
-import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from backhaul.tiers import host, numa, slabs
 from backhaul.tiers.base import TierFull
 from backhaul.tiers.host import PinnedHost, release_host_memory
 from backhaul.tiers.limits import HostBudget
+from tests.conftest import in_threads
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -219,11 +219,7 @@ def test_threads_share_the_arena():
                 wrong.append(step)
             tier.free(slot)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda seed=seed: work(seed) for seed in range(4)])
     assert not wrong
     assert tier.used_bytes == 0
 

@@ -1,12 +1,9 @@
 """Rule 3: only what frees memory is copied. Parameters, buffers, whatever shares their storage, and autocast's copies of them stay."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrizations
 
 from backhaul.testing import RecordingTier, assert_same_training
@@ -355,14 +352,6 @@ def test_c11_a_second_cast_of_a_cast_moves(x):
 
 
 # DTensor, on a world of one
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    path = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", store=dist.FileStore(str(path), 1), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from backhaul.globs import collapse, matches
+from backhaul import presets
+from backhaul.globs import alternatives, collapse, matches
 from backhaul.plans import Action, Fingerprint, Offload, Plan, Recompute, Resolved, Save
 from backhaul.testing import RecordingTier
 
@@ -254,6 +255,21 @@ class TestReading:
             "save              everything else",
         ]
 
+    def test_a_long_glob_takes_a_line_for_each_of_its_alternatives(self) -> None:
+        plan = Plan({"lm_head": "save", **presets.norms_and_activations}, rule_bytes=dict.fromkeys(presets.norms_and_activations, 2**30))
+        lines = str(plan).splitlines()
+        assert max(map(len, lines)) < 140
+        assert [line.split()[0] for line in lines] == ["action", "save", "recompute", *(line.split()[0] for line in lines[3:6]), "save"]
+        assert [line.endswith("1.0 GiB") for line in lines] == [False, False, True, False, False, False, False]
+        assert "*{_act,_act_fn}" in lines[5]
+        (removed,) = (line for line in Plan(presets.norms_and_activations).diff({}).splitlines() if "_act_fn}" in line)
+        assert removed == "-*{_act,_act_fn}: recompute"
+
+    def test_a_message_does_not_repeat_all_of_a_long_glob(self) -> None:
+        with pytest.raises(ValueError, match="matches no module") as caught:
+            Plan(presets.norms_and_activations).resolve(["", "layers", "layers.0"])
+        assert len(str(caught.value)) < 200
+
     def test_rules_are_not_joined_across_one_that_decides_between_them(self) -> None:
         text = str(Plan({"a.0": "offload", "a.*": "save", "a.1": "offload"}))
         assert "a.{0..1}" not in text
@@ -396,6 +412,17 @@ def test_any_plan_can_be_read_as_a_table_and_compared(rules: dict[str, Action]) 
     assert str(plan).splitlines()[0].split() == ["action", "rule", "modules"]
     assert plan.diff(plan) == "no difference"
     assert Plan({}, default="offload").diff(plan) != "no difference"
+
+
+BRACES = st.recursive(GLOBS | st.just(""), lambda inner: st.lists(inner, min_size=1, max_size=3).map(lambda some: f"{{{','.join(some)}}}"))
+
+
+@given(BRACES, PATHS.map(tree))
+@example("{0..1,a}", ["0", "1", "a", "0..1"])
+@example("{a,b}.{a,b}", ["a", "a.b"])
+def test_the_alternatives_of_a_glob_match_what_it_matches(glob: str, names: list[str]) -> None:
+    for name in names:
+        assert matches(glob, name) is any(matches(each, name) for each in alternatives(glob))
 
 
 @given(PATHS, PATHS)

@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 import backhaul as bh
 from backhaul import _torch
+from backhaul.engine import Engine
 from backhaul.interrupts import Around
 from backhaul.replaying import Surroundings
 from backhaul.testing import RecordingTier
 from backhaul.watching import Watching
-from tests.conftest import same
+from tests.conftest import Code, same
 from tests.recomputing_harness import Harness
 
 
@@ -206,3 +207,36 @@ def test_an_output_to_keep_may_be_named_from_the_unit_or_from_the_root(glob: str
         assert handle.stats.recomputed_bytes
     with pytest.raises(ValueError, match=r"keep_outputs has 'gat', which matches no module inside 'part' \(closest: '\*\.gate'"):
         bh.apply(model, {"part": bh.Recompute(keep_outputs=("gat",))}, tier=tier)
+
+
+def test_what_a_module_is_called_with_is_looked_at_once_however_often_it_saves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    promise_dense = Engine._promise_dense
+
+    def noting(self: Engine, tensor: Tensor, **options: Any) -> Any:
+        looked_at.append(id(tensor.untyped_storage()))
+        return promise_dense(self, tensor, **options)
+
+    monkeypatch.setattr(Engine, "_promise_dense", noting)
+    model, x = nn.Sequential(Gated()), torch.randn(4, 16, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    for plan, times in (({"*": "offload"}, 2), ({"0": "recompute", "*": "offload"}, 1)):
+        looked_at.clear()
+        with bh.apply(model, plan, activation_budget=0, min_bytes=0, tier=RecordingTier()):
+            output = model(x)
+        assert looked_at.count(id(x.untyped_storage())) == times
+        assert same(torch.autograd.grad(output.sum(), [x, *model.parameters()]), expected)
+
+
+def test_a_module_may_return_a_view_that_nobody_may_use_any_more() -> None:
+    def stale(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 1
+        half, _ = y.chunk(2)
+        y.mul_(x)
+        return y.sin(), half
+
+    model, x = nn.Sequential(Code(stale)), torch.randn(4, 16, requires_grad=True)
+    expected = torch.autograd.grad(model(x)[0].cos().sum(), x)
+    harness = Harness(model, ("0",))
+    assert same(torch.autograd.grad(harness(x)[0].cos().sum(), x), expected)
+    assert harness.num_runs["0"] == 1

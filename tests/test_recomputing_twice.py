@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from backhaul import _torch
-from backhaul.recomputing import Site
+from backhaul.sites import Site
 from tests.conftest import same
 from tests.models import leaf
 from tests.recomputing_harness import Harness

@@ -2,13 +2,17 @@
 
 import gc
 import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from backhaul.claims import Claim, Claims, once_more
 from backhaul.remade import Made, Outputs, Remade
-from backhaul.saved import Blob
+from backhaul.saved import Blob, Kept, Saved, View
 
 
 class Counting:
@@ -70,8 +74,57 @@ def test_a_write_after_the_tensor_was_saved_is_an_error() -> None:
     x = torch.full((4,), 7.0)
     promise = Remade(Made(Counting(), x.untyped_storage()), x)
     x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation: \[torch.FloatTensor \[4\]\] is at version 1; expected version 0"
+    ):
         promise.restore(nothing)
+
+
+def test_one_more_promise_for_a_tensor_has_the_value_for_itself() -> None:
+    maker, x = Counting(), torch.full((4,), 7.0)
+    made = Made(maker, x.untyped_storage())
+    first = Remade(made, x)
+    second = first.again()
+    del x
+    assert first.restore(nothing).equal(second.restore(nothing))
+    assert maker.num_runs == 1
+    assert made.storage is None
+    del first
+    assert second.restore(nothing).equal(torch.full((4,), 7.0))
+    assert maker.num_runs == 2
+
+
+def promised(x: Tensor) -> list[Saved | Remade]:
+    blob = cast(Blob, SimpleNamespace(home=weakref.ref(x.untyped_storage())))
+    return [Saved(blob, View(x)), Remade(Made(Counting(), x.untyped_storage()), x)]
+
+
+def test_a_promise_serves_once_more_for_the_same_tensor() -> None:
+    x = torch.full((4,), 7.0)
+    saved, remade = promised(x)
+    assert once_more(saved, x) is saved
+    assert once_more(Claim(Claims(), saved, None), x) is saved
+    other = once_more(Claim(Claims(), remade, None), x)
+    assert isinstance(other, Remade) and other is not remade and other.made is remade.made
+    assert once_more(Kept(x), x) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.t_(),
+        lambda x: setattr(x, "data", x.data.clone()),
+        lambda x: setattr(x, "data", x.data.view(4)),
+        lambda x: setattr(x, "data", x.data.view(torch.int32)),
+    ],
+)
+def test_a_promise_does_not_serve_for_a_tensor_that_has_changed_since(change: Callable[[Tensor], object]) -> None:
+    x = torch.full((2, 2), 7.0)
+    original, promises = x.untyped_storage(), promised(x)  # the storage is there for as long as this runs
+    change(x)
+    assert [once_more(promise, x) for promise in promises] == [None, None]
+    assert original.nbytes() == 16
 
 
 def test_an_output_is_known_until_it_is_written() -> None:

@@ -1,13 +1,12 @@
 """Tensors that are more than a dense block: taken apart and put together where that is possible, kept with a reason where it is not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
@@ -286,14 +285,6 @@ def test_an_old_nested_tensor_is_kept():
     (got,), reasons = come_back(lambda: [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])], RecordingTier(deferred=True))
     assert got.is_nested
     assert list(reasons) == ["nested"]
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    path = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", store=dist.FileStore(str(path), 1), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)

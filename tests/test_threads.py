@@ -1,14 +1,13 @@
 """Every thread may train, under one handle or several, and run backward elsewhere; a tier may be shared."""
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from backhaul.testing import RecordingTier
-from tests.conftest import everything, same
+from tests.conftest import everything, in_threads, same
 
 STEPS = 15
 
@@ -28,27 +27,6 @@ def train(model: nn.Module, xs: list[Tensor]) -> list[Tensor]:
     for x in xs:
         found += torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     return found
-
-
-def in_threads(*works: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(works))
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            start.wait(timeout=30)
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "deadlock"
-    for error in errors:
-        raise error
 
 
 @pytest.mark.parametrize("budget", [0, None, "1KiB"])

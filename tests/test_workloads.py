@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import measure, run, timeline, variants
 from benchmarks.workloads import build, dsv3, glm
@@ -16,6 +17,7 @@ from benchmarks.workloads.base import Group, one_f_one_b, run_step
 
 CPU = torch.device("cpu")
 MIB = 2**20
+compiles = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # the compiler warns of itself
 
 
 @pytest.fixture(autouse=True)
@@ -159,15 +161,34 @@ def test_full_glm_has_the_weights_that_were_measured():
     assert len(weights) + sizes.num_layers == 164  # what hooks see in a microbatch: the weights and the layers' inputs
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # what the compiler says on a CPU
-def test_checkpoints_of_compiled_blocks_save_layer_inputs_alone():
-    workload = build("W2c", size="tiny", device=CPU)
+@compiles
+@pytest.mark.parametrize("name", ["W2c", "W2f"])
+def test_checkpoints_of_compiled_blocks_save_layer_inputs_alone(name):
+    workload = build(name, size="tiny", device=CPU)
     try:
-        saved = saved_by(lambda: workload.forward(workload.slots[0]))
-        assert [tuple(tensor.shape) for tensor in saved] == [(glm.TINY.tokens, glm.TINY.hidden)] * glm.TINY.num_layers
-        assert any(isinstance(parameter, DTensor) for parameter in workload.chunks.parameters())
+        sharded = [isinstance(parameter, DTensor) for parameter in workload.chunks.parameters()]
+        assert all(sharded) if name == "W2f" else any(sharded)
+        ids, *inputs = saved_by(lambda: workload.forward(workload.slots[0]))
+        assert ids is workload.ids
+        assert [tuple(tensor.shape) for tensor in inputs] == [(glm.TINY.tokens, glm.TINY.hidden)] * glm.TINY.num_layers
+        assert not any(tensor.is_leaf for tensor in inputs)  # a leaf lives as long as the graph, and can't leave
     finally:
         workload.close()
+
+
+@compiles
+@pytest.mark.parametrize("name", ["W2", "W2c", "W2f"])
+def test_every_layer_input_of_w2_leaves_and_no_gradient_changes(name):
+    plain, _ = gradients(name, variants.make("plain"))
+    grads, stats = gradients(name, variants.make("backhaul:0"))
+    assert all(torch.equal(grad, other) for grad, other in zip(grads, plain, strict=True))
+    assert all(grad.isfinite().all() and grad.count_nonzero() for grad in grads)
+    ids = glm.TINY.tokens * 8
+    layers = glm.TINY.num_layers * glm.TINY.tokens * glm.TINY.hidden * 2
+    assert stats["saved_bytes"] == 2 * (layers + ids)
+    # From the second step on, the last layer's input is known to come back at once.
+    assert stats["kept_by_reason"] == {"not worth moving": layers // glm.TINY.num_layers}
+    assert stats["offloaded_bytes"] == stats["saved_bytes"] - layers // glm.TINY.num_layers
 
 
 # --- The models are right ---
@@ -246,14 +267,14 @@ def test_groups_go_around_every_layer_in_order():
 
 
 @pytest.mark.parametrize("name", ["W1", "W1s", "W1v"])
-@pytest.mark.parametrize("kind", ["plain", "checkpoint", "save_on_cpu", "backhaul:0"])
+@pytest.mark.parametrize("kind", ["plain", "checkpoint", "selective", "save_on_cpu", "backhaul:0", "plan:0", "lean:0"])
 def test_no_variant_changes_a_gradient(name, kind):
     small = {"tokens": 16, "microbatches": 4}
     plain, _ = gradients(name, variants.make("plain"), **small)
     grads, stats = gradients(name, variants.make(kind), **small)
     assert all(torch.equal(grad, other) for grad, other in zip(grads, plain, strict=True))
     assert all(grad.isfinite().all() and grad.count_nonzero() for grad in grads)
-    if kind.startswith("backhaul"):
+    if kind.endswith(":0"):
         assert stats["offloaded_bytes"] > 0
 
 
@@ -271,6 +292,58 @@ def test_checkpoint_of_checkpointed_blocks_does_not_apply():
 
     with pytest.raises(variants.DoesNotApplyError, match="checkpointed already"):
         variants.make("checkpoint").attach(Compiled())
+
+
+def flops(kind):
+    """Return the floating-point operations of W1's matrix products in a forward and a backward."""
+    variant = variants.make(kind)
+    workload = build("W1", size="tiny", device=CPU)
+    variant.attach(workload)
+    with FlopCounterMode(display=False) as counted:
+        with variant.microbatch(0):
+            output = workload.forward(workload.slots[0])
+        workload.backward(workload.slots[0], output)
+    return counted.get_total_flops()
+
+
+def test_selective_checkpoint_computes_no_matrix_product_again():
+    assert flops("selective") == flops("plain") < flops("checkpoint")
+
+
+@compiles
+def test_compiler_keeps_what_the_memory_budget_allows():
+    pytest.importorskip("transformers")
+    saved_bytes = {}
+    for kind in ("memory_budget:0", "memory_budget", "memory_budget:1"):
+        variant = variants.make(kind)
+        workload = build("W3", size="tiny", device=CPU)
+        variant.attach(workload)
+        with variant.microbatch(0):
+            saved = saved_by(lambda workload=workload: workload.forward(workload.slots[0]))
+        own = {parameter.untyped_storage() for parameter in workload.chunks.parameters()}
+        saved_bytes[kind] = sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in saved} - own)
+        variant.detach()
+        assert all("forward" not in vars(block) for block in workload.blocks)
+    assert saved_bytes["memory_budget:0"] < saved_bytes["memory_budget"] < saved_bytes["memory_budget:1"]
+
+
+@compiles
+def test_compiled_layers_have_the_plain_gradients_but_for_rounding():
+    pytest.importorskip("transformers")
+    plain, _ = gradients("W3", variants.make("plain"))
+    grads, _ = gradients("W3", variants.make("memory_budget"))
+    for grad, other in zip(grads, plain, strict=True):
+        torch.testing.assert_close(grad, other, rtol=0.02, atol=1e-4)
+
+
+@compiles
+def test_memory_budget_does_not_apply_where_a_block_does_not_compile_whole():
+    workload = build("W1", size="tiny", device=CPU)
+    variant = variants.make("memory_budget")
+    variant.attach(workload)
+    with pytest.raises(variants.DoesNotApplyError, match="does not compile whole"):
+        run_step(workload, variant)
+    variant.detach()
 
 
 @pytest.mark.parametrize(("text", "message"), [("megatron:3", "takes no argument"), ("nothing", "no variant is called 'nothing'")])
@@ -313,6 +386,8 @@ def test_run_prints_a_row_for_every_variant_and_writes_json(tmp_path, capsys):
     assert rows["backhaul:0"]["to_plain"]["equal"]
     assert rows["plain"]["to_itself"]["equal"]
     assert len(rows["plain"]["steps_ms"]) == 1
+    assert rows["plain"]["tokens_per_s"] == pytest.approx(16 * 4 / rows["plain"]["step_ms"] * 1e3)
+    assert f" {rows['plain']['tokens_per_s']:.0f} " in printed.splitlines()[1]
     assert rows["megatron"]["note"]
     assert rows["nothing"]["note"].startswith("failed: no variant is called")
     assert results["torch"] == torch.__version__

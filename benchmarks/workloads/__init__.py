@@ -9,7 +9,7 @@ import torch
 from benchmarks.workloads import dsv3, glm, qwen
 from benchmarks.workloads.base import Group, GroupFactory, Workload
 
-NAMES = ("W1", "W1s", "W1v", "W2", "W2c", "W3", "W4")
+NAMES = ("W1", "W1s", "W1v", "W2", "W2c", "W2f", "W3", "W4")
 
 
 def build(
@@ -26,7 +26,8 @@ def build(
     ``tokens`` and ``microbatches`` take the place of the numbers in the sizes; ``group`` marks groups of saved tensors (W1, W1s, W1v).
 
     W1 is the DeepSeek-V3 stage, W1s the same without a host synchronisation, W1v interleaved; W2 is GLM-4.5-Air with compiled checkpoints,
-    W2c with checkpoints of compiled blocks; W3 is Qwen3-8B and W4 Qwen3-30B-A3B. On a CPU, W2 is W2c in eager mode.
+    W2c with checkpoints of compiled blocks, W2f is W2 under FSDP2; W3 is Qwen3-8B and W4 Qwen3-30B-A3B. On a CPU, blocks of W2 and W2f are
+    nested as W2c's, and none is lowered to kernels.
     """
     tiny = size == "tiny"
     on_cpu = device.type == "cpu"
@@ -36,9 +37,10 @@ def build(
         case "W1" | "W1s" | "W1v":
             make = partial(dsv3.DeepSeekStage, group=group, router=dsv3.EvenRouter if name == "W1s" else dsv3.TopKRouter)
             sizes = replace(dsv3.TINY if tiny else dsv3.Sizes(), chunks=2 if name == "W1v" else 1)
-        case "W2" | "W2c":
+        case "W2" | "W2c" | "W2f":
             nest = glm.checkpoint_compile if name == "W2c" or on_cpu else glm.compile_checkpoint
-            make = partial(glm.GLMTrunk, nest=nest, backend="aot_eager" if on_cpu else "inductor")
+            distribute = glm.shard_everything if name == "W2f" else glm.spread_experts
+            make = partial(glm.GLMTrunk, nest=nest, distribute=distribute, backend="aot_eager" if on_cpu else "inductor")
             sizes = glm.TINY if tiny else glm.Sizes()
         case "W3":
             make, sizes = qwen.QwenTraining, qwen.TINY_DENSE if tiny else qwen.DENSE

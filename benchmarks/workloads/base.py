@@ -93,7 +93,8 @@ class Workload(abc.ABC):
 
     chunks: nn.ModuleList
     blocks: list[nn.Module]
-    plan: Mapping[str, str] | None = None  # rules for ``bh.apply``, where there are good ones
+    plan: Mapping[str, str] | None = None  # rules for ``bh.apply``: all that is cheap is recomputed
+    lean: Mapping[str, str] = {"*": "offload"}  # rules that recompute less; these: what autograd's nodes make again by themselves
     slots: tuple[Slot, ...]
     facts: dict[str, object]  # sizes and versions that the results should name
 

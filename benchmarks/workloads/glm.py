@@ -1,9 +1,9 @@
 """W2: one rank of GLM-4.5-Air, cut to 12 layers, under EP8 and CP8, every block compiled and checkpointed.
 
-Covers: grouped-query attention with partial rotary, sigmoid routing over this rank's experts, and expert weights that are ``DTensor``s on
-a mesh of one, so that the compiled graph takes their local tensors as inputs.
-Does not cover: communication. Attention is over the local tokens; the local experts get ``top_k`` copies of every local token, as many as
-a balanced EP8 would send them.
+Covers: the embedding, grouped-query attention with partial rotary, sigmoid routing over this rank's experts, expert weights that are
+``DTensor``s on a mesh of one, so that the compiled graph takes their local tensors as inputs, and FSDP2 on a mesh of one.
+Does not cover: the head and the loss; communication. Attention is over the local tokens; the local experts get ``top_k`` copies of every
+local token, as many as a balanced EP8 would send them.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +26,7 @@ from benchmarks.workloads.base import Slot, Workload, initialise, seeded_normal
 class Sizes:
     """Public sizes of GLM-4.5-Air, and this rank's share."""
 
+    vocab: int = 151552
     hidden: int = 4096
     heads: int = 96
     kv_heads: int = 8
@@ -37,7 +39,7 @@ class Sizes:
     tokens: int = 8192
 
 
-TINY = Sizes(hidden=64, heads=4, kv_heads=2, head=16, dense=96, expert=32, num_experts=4, top_k=2, num_layers=3, tokens=64)
+TINY = Sizes(vocab=256, hidden=64, heads=4, kv_heads=2, head=16, dense=96, expert=32, num_experts=4, top_k=2, num_layers=3, tokens=64)
 
 
 class Attention(nn.Module):
@@ -144,18 +146,37 @@ def checkpoint_compile(block: nn.Module, compile: Callable[[nn.Module], nn.Modul
 
 
 class Trunk(nn.Module):
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    """The embedding and the blocks. The first block's input comes from an operation, so it may leave as the others' may."""
+
+    def __init__(self, embedding: nn.Embedding, blocks: list[nn.Module]) -> None:
         super().__init__()
+        self.embedding = embedding
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
         return x
 
 
+def spread_experts(trunk: Trunk, mesh: DeviceMesh) -> None:
+    """Leave all weights whole but the experts'."""
+    for module in trunk.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.shard(mesh["ep"])
+
+
+def shard_everything(trunk: Trunk, mesh: DeviceMesh) -> None:
+    """Spread the experts, then give every compiled block, and what is left of the trunk, to FSDP2."""
+    spread_experts(trunk, mesh)
+    for block in trunk.blocks:
+        fully_shard(block, mesh=mesh["fsdp"])
+    fully_shard(trunk, mesh=mesh["fsdp"])
+
+
 class GLMTrunk(Workload):
-    """Forward and backward of one microbatch; input and the output's gradient are noise."""
+    """Forward and backward of one microbatch of random tokens; the output's gradient is noise."""
 
     def __init__(
         self,
@@ -163,6 +184,7 @@ class GLMTrunk(Workload):
         *,
         device: torch.device,
         nest: Callable[[nn.Module, Callable[[nn.Module], nn.Module]], nn.Module] = compile_checkpoint,
+        distribute: Callable[[Trunk, DeviceMesh], None] = spread_experts,
         backend: str = "inductor",
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
@@ -170,30 +192,35 @@ class GLMTrunk(Workload):
         with device:
             experts = [MixtureOfExperts(sizes, dtype) for _ in range(sizes.num_layers - 1)]
             blocks = [Block(sizes, mlp, dtype) for mlp in (GatedMLP(sizes.hidden, sizes.dense, dtype), *experts)]
-        trunk = Trunk(blocks)
+            trunk = Trunk(nn.Embedding(sizes.vocab, sizes.hidden, dtype=dtype), blocks)
         initialise(trunk, seed=seed)
+        # Rows of an embedding are looked up, not multiplied: its fan-in is one.
+        nn.init.normal_(trunk.embedding.weight, generator=torch.Generator(device).manual_seed(seed))
         self.owns_group = not dist.is_initialized()
         if self.owns_group:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("ep",))
-        for mlp in experts:
-            mlp.shard(mesh)
+            backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
         torch.compiler.reset()
         trunk.blocks = nn.ModuleList(nest(block, partial(torch.compile, backend=backend)) for block in blocks)
+        distribute(trunk, init_device_mesh(device.type, (1, 1), mesh_dim_names=("fsdp", "ep")))
         self.chunks = nn.ModuleList([trunk])
         self.blocks = []
         self.slots = (Slot(kind="forward", microbatch=0), Slot(kind="backward", microbatch=0))
-        self.facts = {"model": "GLM-4.5-Air, one rank of EP8 CP8", "blocks": nest.__name__, "dtype": str(dtype), **asdict(sizes)}
+        self.facts = {
+            "model": "GLM-4.5-Air, one rank of EP8 CP8",
+            "blocks": nest.__name__,
+            "distributed": distribute.__name__,
+            "dtype": str(dtype),
+            **asdict(sizes),
+        }
         self.sizes, self.device, self.dtype = sizes, device, dtype
-
-    def noise(self, seed: int) -> Tensor:
-        return seeded_normal(self.sizes.tokens, self.sizes.hidden, seed=seed, device=self.device, dtype=self.dtype)
+        self.ids = torch.randint(sizes.vocab, (sizes.tokens,), generator=torch.Generator(device).manual_seed(seed), device=device)
 
     def forward(self, slot: Slot) -> Tensor:
-        return self.chunks[slot.chunk](self.noise(0).requires_grad_())
+        return self.chunks[slot.chunk](self.ids)
 
     def output_grad(self, slot: Slot) -> Tensor:
-        return self.noise(1)
+        return seeded_normal(self.sizes.tokens, self.sizes.hidden, seed=1, device=self.device, dtype=self.dtype)
 
     def close(self) -> None:
         if self.owns_group:

@@ -6,9 +6,10 @@ Does not cover: decisions; these are one-line answers.
 
 import functools
 import importlib
-import pkgutil
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,13 +154,14 @@ def keep_out_of_traces(package: str, *, but: str) -> None:
     """Have Dynamo run the frames of a package's modules as they are, and compile what they call as frames of its own.
 
     Why: a managed module that is compiled afterwards is traced through the wrapper. ``torch.compiler.disable(recursive=False)`` covers one
-    function, not what it calls; without ``recursive`` it covers the module's own code too. Public replacement: a public skip list.
+    function, not what it calls; without ``recursive`` it covers the module's own code too. ``trace_rules.add``, once a module, would
+    compile a long pattern each time. Public replacement: a public skip list.
     """
-    from torch._dynamo import trace_rules
+    from torch._dynamo.trace_rules import FORCE_SKIP_FILES
 
-    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-        if module.name != but:
-            trace_rules.add(module.name)
+    folders = importlib.import_module(package).__path__
+    files = {path.as_posix() for folder in folders for path in Path(folder).rglob("*.py")}
+    FORCE_SKIP_FILES.update(files - {Path(inspect.getfile(importlib.import_module(but))).as_posix()})
 
 
 def skip_as_outermost(function: Callable[..., Any]) -> None:
@@ -170,6 +172,42 @@ def skip_as_outermost(function: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+# What Dynamo compiles this thread's frames with; ``None`` where it is not at work. Why: a module that is compiled and runs again has to be
+# compiled again (compiling.py). Public replacement: none.
+compiler_at_work: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def call_compiled(compiler: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with ``compiler`` at work. Why, and public replacement: as for ``compiler_at_work``."""
+    before = compiler_at_work()
+    try:
+        _set_compiler(compiler)
+        return function(*args, **kwargs)
+    finally:
+        _set_compiler(before)
+
+
+def is_compiled_function(function: Callable[..., Any]) -> bool:
+    """Say whether ``torch.compile`` has made the function. Public replacement: none."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(function, "_torchdynamo_disable")
+
+
+def is_never_outermost(function: Callable[..., Any]) -> bool:
+    """Say whether Dynamo compiles a function only as part of one that calls it, as those that come with torch. Public replacement: none."""
+    from torch._dynamo import trace_rules
+
+    return bool(trace_rules.check(function))
+
+
+def inside_optimized_module() -> bool:
+    """Say whether what ``torch.compile(module)`` returned is running. Why: it has those that come with torch compiled. Public: none."""
+    from torch._dynamo import eval_frame
+
+    inside: Callable[[], bool] = getattr(eval_frame, "_is_in_optimized_module", lambda: True)  # older torch does not say
+    return inside()
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

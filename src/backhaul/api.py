@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from backhaul import _torch
+from backhaul.compiling import is_compiled
 from backhaul.engine import Engine
 from backhaul.reporting import Report, Stats
 from backhaul.scopes import Wrapper, blocks_of, clean_fqn, paused, region, wrapper_of
@@ -159,7 +159,7 @@ def offload(
     wrappers: list[Wrapper] = []
     for prefix, root in named:
         wrappers.append(Wrapper(engine, root, clean_fqn(prefix), is_root=True))
-        if _torch.compiled_call(root) is None and _torch.original_module(root) is None:
+        if not is_compiled(root):
             for name, block in dict.fromkeys(blocks_of(root)):
                 if wrapper_of(block) is None:
                     wrappers.append(Wrapper(engine, block, clean_fqn(f"{prefix}.{name}" if prefix else name), is_root=False))

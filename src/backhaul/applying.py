@@ -8,16 +8,14 @@ from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 
-from backhaul import _torch
 from backhaul.actions import Action, Offload
+from backhaul.compiling import is_compiled, look_into_no_trace
 from backhaul.engine import Engine
 from backhaul.globs import matches
 from backhaul.plans import Plan, Resolved
-from backhaul.recomputing import Site
 from backhaul.scopes import Duty, Wrapper, blocks_of, clean_fqn
+from backhaul.sites import Site
 from backhaul.tiers.base import Tier
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # never called
 
 
 def wrappers_for(
@@ -27,8 +25,9 @@ def wrappers_for(
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         modules.setdefault(clean_fqn(name), module)  # of a wrapper and what it wraps, the wrapper is what is called
-    containers = {name for name, module in modules.items() if isinstance(module, CONTAINERS)}
-    _refuse_second_names(model, plan, modules)
+    containers = {name for name, module in modules.items() if is_container(module)}
+    seconds = _second_names(model, modules)
+    _refuse_second_names(plan, modules, seconds)
     resolved = plan.resolve(modules, containers=containers)
     compiled = {name: module for name, module in modules.items() if is_compiled(module)}
     _refuse_inside_compiled(resolved, compiled)
@@ -41,42 +40,72 @@ def wrappers_for(
             strangers.append(action.tier)
         return Duty(tier=None if action.tier is None else tier_of(action.tier), recipes=True)
 
+    units = set(resolved.units)
+
     def duty_of(name: str) -> Duty:
-        if name not in resolved.units:
+        if name not in units:
             return duty_of_action(resolved.actions[name])
-        around = [module for outer, module in modules.items() if name != outer and (not outer or name.startswith(f"{outer}."))]
+        around = [modules[outer] for outer in outer_names(name) if outer in modules]
         site = Site(name, modules[name], keep_outputs=resolved.kept.get(name, ()), verify=verify, around=around)
+        look_into_no_trace(site)
         return Duty(keep=True, site=site)
 
     engine.has_plan = True
     engine.verifies = verify
     engine.moves = bool(resolved.units) or any(isinstance(action, Offload) for action in resolved.actions.values())
     engine.default = duty_of_action(plan.default)
-    duties = {name: duty_of(name) for name in _places(model, resolved, modules, compiled)}  # all of them before anything is changed
-    wrappers = [Wrapper(engine, modules[name] if name else model, name, is_root=not name, duty=duty) for name, duty in duties.items()]
+    with_rules = {*resolved.boundaries, *units}
+    duties = {
+        name: duty_of(name) for name in _places(model, resolved, modules, compiled, set(seconds.values()))
+    }  # all of them before anything is changed
+    wrappers = [
+        Wrapper(engine, modules[name] if name else model, name, is_root=not name, duty=duty, has_rule=name in with_rules)
+        for name, duty in duties.items()
+    ]
+    root = next(wrapper for wrapper in wrappers if wrapper.is_root)
+    root.rule_inside = next((name for name in duties if name and name in with_rules), "")
     return wrappers, strangers
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Say whether a module is compiled as a whole."""
-    return _torch.compiled_call(module) is not None or _torch.original_module(module) is not None
+def is_container(module: nn.Module) -> bool:
+    """Say whether a module has no forward, and so is never called, as a ``ModuleList``; its parts are."""
+    return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
-def _places(model: nn.Module, resolved: Resolved, modules: dict[str, nn.Module], compiled: Collection[str]) -> Iterator[str]:
-    """Yield the names of the modules that need a wrapper, each once: outer ones first."""
+def outer_names(name: str) -> list[str]:
+    """Return the names of what is around a module, the model's first.
+
+    >>> outer_names("layers.0.norm")
+    ['', 'layers', 'layers.0']
+    """
+    parts = name.split(".")
+    return ["", *(".".join(parts[:end]) for end in range(1, len(parts)))] if name else []
+
+
+def _places(
+    model: nn.Module, resolved: Resolved, modules: dict[str, nn.Module], compiled: Collection[str], shared: Collection[str]
+) -> Iterator[str]:
+    """Yield the names of the modules that need a wrapper, each once: outer ones first.
+
+    A module that is also called under a second name needs one wherever that is, since it goes by its first.
+    """
     blocks = {clean_fqn(name) for name, _ in blocks_of(model)} if "" not in compiled else set()
     units = set(resolved.units)
-    boundaries = set(resolved.boundaries)
+    boundaries = {*resolved.boundaries, *(name for name in shared if not is_container(modules[name]))}
     for name in modules:
         if not name or name in units or name in boundaries or (name in blocks and isinstance(resolved.actions[name], Offload)):
             yield name
 
 
-def _refuse_second_names(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> None:
-    """Refuse a rule for the second name of a module that the model has under two."""
+def _second_names(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Return the first names of modules that the model has under two, by their others."""
     first = {id(module): name for name, module in modules.items()}
     names = ((clean_fqn(name), module) for name, module in model.named_modules(remove_duplicate=False))
-    seconds = {name: first[id(module)] for name, module in names if name not in modules and id(module) in first}
+    return {name: first[id(module)] for name, module in names if name not in modules and id(module) in first}
+
+
+def _refuse_second_names(plan: Plan, modules: dict[str, nn.Module], seconds: dict[str, str]) -> None:
+    """Refuse a rule for the second name of a module that the model has under two."""
     for rule in plan.rules if seconds else ():
         if not any(matches(rule.glob, name) for name in modules):
             for second in seconds:
@@ -86,7 +115,7 @@ def _refuse_second_names(model: nn.Module, plan: Plan, modules: dict[str, nn.Mod
 
 def _refuse_inside_compiled(resolved: Resolved, compiled: Collection[str]) -> None:
     for name in (*resolved.boundaries, *resolved.units):
-        outer = next((each for each in compiled if name != each and (not each or name.startswith(f"{each}."))), None)
+        outer = next((each for each in outer_names(name) if each in compiled), None)
         if outer is not None and resolved.actions[name] != resolved.actions[outer]:
             rule = resolved.decided_by[name]
             raise ValueError(

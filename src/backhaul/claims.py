@@ -49,7 +49,7 @@ class ShapeOnly:
     def restore(self, bring: Bring) -> Tensor:
         view = self.view
         if view.changed:
-            raise modified_in_place(view.alias, view.version)
+            raise modified_in_place(view.alias, view.version, view.layout.size)
         return torch.empty((), dtype=view.layout.dtype, device=view.alias.device).expand(view.layout.size)
 
 
@@ -68,11 +68,11 @@ class Base:
 
 def depth_of(promise: object) -> int:
     """Return how many makers have to work one after the other for a promise; 0 where nothing is made again."""
-    if isinstance(promise, Parts):
-        return max(map(depth_of, promise.parts.values()), default=0)
-    if isinstance(promise, (Claim, Base)):
-        return depth_of(promise.promise)
-    return promise.made.depth if isinstance(promise, Remade) else 0
+    while type(promise) is Claim or type(promise) is Base:
+        promise = promise.promise
+    if type(promise) is Remade:
+        return promise.made.depth
+    return max(map(depth_of, promise.parts.values()), default=0) if type(promise) is Parts else 0
 
 
 class Leaf:
@@ -151,6 +151,22 @@ def shape_only(nodes: Iterable[Node], *, limit: int = 32) -> list[Claim]:
     return found
 
 
+def once_more(promise: Promise, tensor: Tensor) -> Saved | Remade | None:
+    """Return a promise for a tensor that has had ``promise`` before; ``None`` where it may be another one by now."""
+    if type(promise) is Claim:
+        promise = promise.promise
+    if type(promise) is Saved:
+        home = promise.blob.home()
+    elif type(promise) is Remade:
+        home = promise.made.home()
+    else:
+        return None
+    view = promise.view
+    if home is not tensor.untyped_storage() or view.version != _torch.version_of(tensor) or view.layout != Layout.of(tensor):
+        return None
+    return promise.again() if type(promise) is Remade else promise
+
+
 class Claims:
     """The claims of one engine: what recipes may start from. Nodes remember, weakly, the claim to what they produced."""
 
@@ -204,7 +220,7 @@ class Claims:
 
     def _for_recipe(self, promise: Promise) -> Promise | None:
         if type(promise) is Remade:
-            return _of_its_own(promise)  # it counts who has had the value
+            return promise.again()
         if type(promise) is Kept:
             kept = promise.alias
             if type(kept) not in (Tensor, nn.Parameter) or not self.is_steady(kept):
@@ -213,13 +229,6 @@ class Claims:
         if type(promise) is Recast:
             return promise if self.is_steady(promise.source) else None
         return promise if type(promise) is Saved else None
-
-
-def _of_its_own(promise: Remade) -> Remade:
-    other = Remade.__new__(Remade)
-    other.made, other.view, other.had = promise.made, promise.view, False
-    promise.made.promises.append(weakref.ref(other))
-    return other
 
 
 def _is_unchanged(promise: Promise) -> bool:

@@ -36,7 +36,6 @@ class Course(Generic[Blob]):
         self.num_made = 0  # schedules for this basis
         self.num_timed = 0  # steps
         self.num_untimed = 0  # steps begun since the last one that was timed
-        self.follower: Course[Blob] | None = None  # the step that came next
         self.restart([])
 
     def _expect(self, step: Step) -> None:

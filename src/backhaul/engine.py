@@ -26,8 +26,7 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch
 from backhaul.claims import depth_of, norm_eps
-from backhaul.flow import Link
-from backhaul.kinds import cast_parameter, is_parameter, parameter_versions, size_in_memory, take_apart, why_it_stays
+from backhaul.kinds import cast_parameter, is_filled_later, is_parameter, parameter_versions, size_in_memory, take_apart, why_it_stays
 from backhaul.moving import Mover, Warner
 from backhaul.operands import OwnClaims, Shapes, same_as
 from backhaul.recipes import recipe_for
@@ -44,8 +43,6 @@ from backhaul.tiers.base import Tier
 SLICE = 16  # a tensor that covers less than 1/SLICE of its storage does not make the storage move
 MOST_FUTILE = 2  # steps in which copying a key freed nothing, after which it is left alone
 MOST_FRUITLESS = 3  # looks at a module's parameters, after which it is taken for one whose weights are never gathered
-RATE_CHANGE = 0.1  # a smaller change of the tier's speed is no reason to plan again
-DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 
 
 class Engine:
@@ -57,6 +54,7 @@ class Engine:
     def __init__(self, modules: Sequence[nn.Module], *, tier: Tier, activation_budget: int | None, min_bytes: int) -> None:
         self.modules = [weakref.ref(module) for module in modules]
         self.tier = tier
+        self.is_ours = type(tier).__module__.startswith("backhaul.")
         self.activation_budget = activation_budget
         self.min_bytes = min_bytes
         self.tally = Tally()
@@ -181,7 +179,7 @@ class Engine:
 
         A tier of the user's own is code that Dynamo would look into, where it runs what it does not compile.
         """
-        if type(self.tier).__module__.startswith("backhaul."):
+        if self.is_ours:
             return self.pack, self.unpack
         return _torch.untraced(self.pack), _torch.untraced(self.unpack)
 
@@ -190,9 +188,14 @@ class Engine:
         with self.lock, self._steady:
             self._begin()
             unit = self.here.unit
+            caller = sys._getframe(1 if self.is_ours else 2)
+            if is_filled_later(tensor, caller):
+                if unit is not None:
+                    raise unit.site.refuse("rrelu writes its noise after it has been saved", 'leave it under "save" or "offload"')
+                return self._keep_whole(tensor, "written after it was saved")
             if unit is None:
                 promise = self._promise(tensor)
-                return self.claims.claim(tensor, promise, norm_eps(sys._getframe(1))) if self.has_plan else promise
+                return self.claims.claim(tensor, promise, norm_eps(caller)) if self.has_plan else promise
             num_bytes = unit.num_inside
             remade = unit.pack(tensor)
             if unit.num_inside > num_bytes:
@@ -234,15 +237,19 @@ class Engine:
             return False
         return self._is_owned(tensor.untyped_storage(), self._where()[1])
 
+    def keep_owned(self, tensor: Tensor) -> Promise | None:
+        return self._keep_parameter(tensor, self._where()[0]) if self.owns(tensor) else None
+
     def home_of(self, parameter: Tensor) -> "weakref.ref[UntypedStorage] | None":
         return self._versions[id(parameter)][0] if self.is_unwritten(parameter) else None
 
     def can_be_made(self, output: Tensor, made: Made) -> None:
         """Remember for the rest of the forward pass what a unit has returned."""
-        if self.here.outputs is not None:
-            self.here.outputs.note(output, made)
+        outputs = self.here.outputs
+        if outputs is not None:
+            outputs.note(output, made)
             if made.chains and self._where()[1].duty.recipes:
-                self.here.outputs.keep(self.claims.claim(output, Remade(made, output)))
+                outputs.keep(self.claims.claim(output, Remade(made, output)))
 
     def recomputed(self, fqn: str, num_bytes: int) -> None:
         self.tally.made_bytes += num_bytes
@@ -272,7 +279,7 @@ class Engine:
             return self._keep_parameter(tensor, frame)
         if storage in frame.left_alone:
             return Kept(tensor, frame)
-        if tensor.device.type == "cpu" and self._on_accelerator():
+        if tensor.is_cpu and self._on_accelerator():
             return self._keep_whole(tensor, "on the host")
         blob = self.registry.find(storage)
         if blob is not None and not blob.changed:
@@ -400,7 +407,7 @@ class Engine:
         return Recast(parameter, Layout.of(tensor))
 
     def _keep_parameter(self, tensor: Tensor, frame: Frame) -> Promise:
-        for plain in plain_tensors(tensor):
+        for plain in (tensor,) if type(tensor) is Tensor and tensor.layout is torch.strided else plain_tensors(tensor):
             storage = plain.untyped_storage()
             if id(storage) not in frame.seen:  # it outlives the forward that uses it, so its id is its own that long
                 frame.seen.add(id(storage))
@@ -458,7 +465,8 @@ class Engine:
 
     def _begin(self) -> None:
         """Do what is to be done first whenever autograd calls."""
-        self.registry.drain()
+        if self.registry.grave:
+            self.registry.drain()
         for station in self.stations.values():
             if station.dropped or station.limbo:
                 station.let_go()
@@ -488,11 +496,4 @@ class Engine:
         """Tell flow.py how fast the tier is, and when the device reached each event of the last step, as far as that is known."""
         rates = self.tier.rates_gbps
         for station in self.stations.values():
-            if rates is not None and any(abs(new / old - 1) > RATE_CHANGE for new, old in zip(rates, station.rates, strict=True)):
-                station.rates = rates
-                station.flow.link = Link(d2h_gbps=rates[0], h2d_gbps=rates[1], both_gbps=DUPLEX * sum(rates))
-            if only_if_new and station.flow.predicted_stall_ms is not None:
-                continue
-            times = station.timeline.finished()
-            if times is not None:
-                station.flow.times(*times)
+            station.measure(rates, only_if_new=only_if_new)

@@ -29,6 +29,8 @@ __all__ = ["BlobState", "CopyOut", "Decision", "Flow", "Key", "Link", "Release",
 
 DEFAULT_LINK = Link(d2h_gbps=50.0, h2d_gbps=50.0, both_gbps=90.0)  # about PCIe 5 x16, until it has been measured
 KNOWN_STEPS = 4  # orders remembered, so that two kinds of step may alternate
+MOST_PAST = 64  # steps of which the kind is remembered,
+MOST_CONTEXT = 8  # and by how many of them the next is told
 GUESS_SPAN = 32  # events looked at for one prefetch by guess
 MOST_EVENTS = 1 << 20  # of a step that never ends; what comes after is not learned
 NOWHERE = range(0)
@@ -66,6 +68,7 @@ class Flow:
         self._out_ends = 0.0  # when the queue to the tier should be empty, in ms of the schedule
         self._step = Step()
         self._known: list[Course[FlowBlob]] = []  # latest first
+        self._past: list[Course[FlowBlob]] = []  # of the steps that ended, latest last
         self._course: Course[FlowBlob] | None = None
         self._last: Course[FlowBlob] | None = None  # of the step that ended last; None where nothing was learned from it
         self._decisions: list[Decision] = []
@@ -433,11 +436,14 @@ class Flow:
 
     @property
     def _expected(self) -> "Course[FlowBlob] | None":
-        """The learned step that should come next: what came after the latest, since two kinds of step may take turns."""
-        if not self._known:
-            return None
-        follower = self._known[0].follower
-        return follower if follower in self._known else self._known[0]
+        """The learned step that should come next: what came after steps like the latest few, since kinds of step may take turns."""
+        past = self._past
+        for length in range(min(MOST_CONTEXT, len(past) - 1), 0, -1):
+            latest = past[-length:]
+            for end in range(len(past) - 1, length - 1, -1):
+                if past[end - length : end] == latest and past[end] in self._known:
+                    return past[end]
+        return self._known[0] if self._known else None
 
     def _learn(self) -> None:
         """End the step: what was recorded is what to expect."""
@@ -449,15 +455,14 @@ class Flow:
         if not any(event < 0 for event in step.events) or len(step.events) >= MOST_EVENTS:
             return
         self.num_steps += 1
-        before = self._known[0] if self._known else None
         for course in self._known:
             if course.step.events == step.events and course.step.names == step.names:
                 course.resize(step)
                 break
         else:
-            course = next((course for course in self._known if course.shrink(step)), None) or Course(step)
+            shrunk = [course for course in self._known if course.shrink(step)]
+            course = shrunk[0] if shrunk else Course(step)
         self._last = course
-        if before is not None:
-            before.follower = course
+        self._past = [*self._past[1 - MOST_PAST :], course]
         course.refine(link=self.link, budget=self.activation_budget)
         self._known[:] = [course, *(other for other in self._known if other is not course)][:KNOWN_STEPS]

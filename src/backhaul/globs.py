@@ -1,7 +1,7 @@
 """Globs over the names of modules.
 
-Covers: what a glob matches ([Note: Globs]), how names that differ in a number are written as one, and which names come close to one that is
-not there.
+Covers: what a glob matches ([Note: Globs]), how names that differ in a number are written as one, how a long glob is shown, and which names
+come close to one that is not there.
 Does not cover: what follows from a match (plans.py).
 
 [Note: Globs]
@@ -73,6 +73,25 @@ def pattern(glob: str) -> re.Pattern[str]:
 def _set(characters: str) -> str:
     """Return the inside of ``[...]`` with nothing special in it but ranges."""
     return re.sub(r"([^\w-])", r"\\\1", characters)
+
+
+def alternatives(glob: str) -> list[str]:
+    """Return shorter globs that together match what ``glob`` matches: those between its braces, if nothing is outside of them.
+
+    >>> alternatives("{*.norm,{a,b}.act}"), alternatives("{a,b}.{c,d}")
+    (['*.norm', '{a,b}.act'], ['{a,b}.{c,d}'])
+    """
+    found: list[str] = []
+    depth = start = 0
+    for token in _TOKEN.finditer(glob):
+        kind, end = token.lastgroup, token.end()
+        depth += {"open": 1, "close": -1}.get(kind or "", 0)
+        if (not depth and end < len(glob)) or (kind == "span" and depth == 1):
+            return [glob]
+        if (kind == "comma" and depth == 1) or not depth:
+            found.append(glob[start + 1 : end - 1])
+            start = end - 1
+    return found if len(found) > 1 else [glob]
 
 
 def collapse(names: Iterable[str]) -> dict[str, list[str]]:

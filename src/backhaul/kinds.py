@@ -6,9 +6,11 @@ Does not cover: what depends on the engine's state (engine.py).
 
 import weakref
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.storage import UntypedStorage
@@ -36,11 +38,22 @@ def why_it_stays(tensor: Tensor) -> str:
         return "nested"
     if tensor.is_quantized:
         return "quantized"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "meta"
     if _torch.is_functional_tensor(tensor):
         return "torch.func"
     return "forward-mode AD" if _torch.forward_ad_is_active() else ""
+
+
+def is_filled_later(tensor: Tensor, frame: FrameType) -> bool:
+    """Say whether the tensor is written after it is saved, and nobody is told; ``frame`` is that which the pack hook was called from.
+
+    Of torch's operators only ``rrelu_with_noise`` does so: it saves its noise before it draws it.
+    """
+    return frame.f_code is _RRELU and tensor.grad_fn is None
+
+
+_RRELU = F.rrelu.__code__
 
 
 def size_in_memory(tensor: Tensor) -> int:

@@ -20,6 +20,7 @@ from torch.storage import UntypedStorage
 
 from backhaul.claims import Claim, Claims, shape_only
 from backhaul.moving import Mover
+from backhaul.parts import node_of
 from backhaul.saved import Blob, Saved, flat
 from backhaul.scopes import Key, Scope
 from backhaul.watching import fingerprint
@@ -75,7 +76,7 @@ class Shapes:
     def settle(self, scope: Scope, result: Any) -> None:
         """Look at the graph of what a module has returned. Let go of what nobody reads; let move what was hoped for in vain."""
         if self._misses[scope.fqn] < TRIES:
-            claims = shape_only({tensor.grad_fn for tensor in _tensors(result) if tensor.grad_fn is not None})
+            claims = shape_only({node for tensor in _tensors(result) if (node := node_of(tensor)) is not None})
             self._misses[scope.fqn] = 0 if claims else self._misses[scope.fqn] + 1
             for claim in claims:
                 self._let_go(claim)

@@ -85,13 +85,15 @@ def flatten(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 def unflatten(leaves: list[Any], nesting: list[Any]) -> list[Any]:
     """Nest ``leaves`` as ``flatten`` found them."""
+    if not any(nesting):
+        return leaves
     remaining = iter(leaves)
     return [
         next(remaining) if nested is None else _torch.unflatten_tree(list(islice(remaining, nested[0])), nested[1]) for nested in nesting
     ]
 
 
-def plain_parts(tensor: Tensor) -> Iterable[Tensor]:
+def plain_parts(tensor: Tensor) -> Sequence[Tensor]:
     """Return the tensors that a wrapper subclass is made of, and any other tensor itself."""
     if type(tensor) is not Tensor:
         tensor = _torch.settle_collective(tensor)
@@ -103,6 +105,19 @@ def plain_parts(tensor: Tensor) -> Iterable[Tensor]:
 def layout_of(tensor: Tensor) -> Layout | None:
     """Return how a tensor looks at its storage; ``None`` if it has none of the plain kind."""
     return None if why_it_stays(tensor) else Layout.of(tensor)
+
+
+def node_of(tensor: Tensor) -> Any:
+    """Return the node that made a tensor; ``None`` for a view that nobody may use any more, since its base has been written."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
+def kind_of_maker(tensor: Tensor) -> str:
+    """Return the kind of node that made a tensor."""
+    return type(node_of(tensor)).__name__
 
 
 def storages_of(tensor: Tensor) -> Iterable[UntypedStorage]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from backhaul.actions import Action, Offload, Recompute, Rule, Save, action_of, from_fields, to_fields
-from backhaul.globs import collapse, pattern, similar
-from backhaul.resolving import Resolved, resolve
+from backhaul.globs import alternatives, collapse, pattern, similar
+from backhaul.resolving import LONG, Resolved, resolve
 from backhaul.sizes import format_bytes
 
 __all__ = ["SCHEMA", "Action", "Fingerprint", "Offload", "Plan", "Recompute", "Resolved", "Rule", "Save"]
@@ -100,8 +100,10 @@ class Plan:
         made = tuple(Rule(glob, action_of(action, what=f"rule {glob!r}"), sizes.get(glob)) for glob, action in rules.items())
         object.__setattr__(self, "rules", made)
         object.__setattr__(self, "default", action_of(default, what="the default"))
-        if model is not None and not isinstance(model, Fingerprint):  # a module; its class is not known here, where torch is not imported
-            model = Fingerprint.of(name for name, _ in model.named_modules())
+        if model is not None and not isinstance(model, Fingerprint):
+            from backhaul.scopes import clean_fqn  # not above: plans need no torch, and who has a module has it
+
+            model = Fingerprint.of(clean_fqn(name) for name, _ in model.named_modules())
         object.__setattr__(self, "model", model)
 
     def resolve(self, names: Iterable[str], *, containers: Collection[str] = ()) -> Resolved:
@@ -185,16 +187,20 @@ class Plan:
 
     def __str__(self) -> str:
         """Return a table: rules by action, and with their place, since the first that matches decides."""
-        rows = [(str(rule.action), place, rule.glob, _size(rule)) for place, rule in self._collapsed()]
-        rows = [row for action in dict.fromkeys(row[0] for row in rows) for row in rows if row[0] == action]
+        rules = self._collapsed()
+        rows = [("action", "rule", "modules", "bytes" if any(_size(rule) for _, rule in rules) else "")]
+        for action in dict.fromkeys(str(rule.action) for _, rule in rules):
+            word = action
+            for place, rule in rules:
+                if str(rule.action) == action:
+                    first, *more = _lines_of_glob(rule.glob)
+                    rows += [(word, place, first, _size(rule)), *(("", "", line, "") for line in more)]
+                    word = ""
         rows.append((str(self.default), "", "everything else", ""))
-        rows.insert(0, ("action", "rule", "modules", "bytes" if any(row[3] for row in rows) else ""))
         wide = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines, last = [], ""
-        for action, place, glob, size in rows:
-            shown, last = "" if action == last and place else action, action
-            lines.append(f"{shown:{wide[0]}}  {place:>{wide[1]}}  {glob:{wide[2]}}  {size:>{wide[3]}}".rstrip())
-        return "\n".join(lines)
+        return "\n".join(
+            f"{action:{wide[0]}}  {place:>{wide[1]}}  {glob:{wide[2]}}  {size:>{wide[3]}}".rstrip() for action, place, glob, size in rows
+        )
 
     def _collapsed(self) -> list[tuple[str, Rule]]:
         """Return the rules with their places. Neighbours with one action, whose globs differ in numbers alone, are one."""
@@ -214,13 +220,21 @@ class Plan:
         return found
 
     def _lines(self) -> list[str]:
-        rules = [f"{rule.glob}: {rule.action}  {_size(rule)}".rstrip() for _, rule in self._collapsed()]
+        rules: list[str] = []
+        for _, rule in self._collapsed():
+            first, *more = _lines_of_glob(rule.glob)
+            rules += [f"{first}: {rule.action}  {_size(rule)}".rstrip(), *(f"{line}: {rule.action}" for line in more)]
         model = [] if self.model is None else [f"made for {self.model.num_modules} modules:", *self.model.modules]
         return [*rules, f"everything else: {self.default}", *model]
 
 
 def _size(rule: Rule) -> str:
     return "" if rule.num_bytes is None else format_bytes(rule.num_bytes)
+
+
+def _lines_of_glob(glob: str) -> list[str]:
+    """Return what a table shows for a glob: itself, or its parts where it is long."""
+    return [glob] if len(glob) <= LONG else alternatives(glob)
 
 
 def _lines_of(name: str, items: Sequence[Any], *, indent: str) -> str:

@@ -18,7 +18,6 @@ that wrote in place. Two kinds of writes stay unseen, and then a recipe makes th
 of (``y.data.round_()``), and those under ``no_grad`` to a value that was never saved (``y = a * b; y.clamp_(); z = y + c``).
 """
 
-import contextlib
 import functools
 import math
 import weakref
@@ -30,6 +29,7 @@ from torch.autograd.graph import Node
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
+from backhaul._torch import set_grad_enabled
 from backhaul.claims import Eps
 from backhaul.recipe_ops import OPS, Function, Op, Output
 from backhaul.remade import Made
@@ -38,6 +38,8 @@ from backhaul.saved import Bring, Layout, Promise
 MOST_STEPS = 32
 DEEPEST = 12
 DEAREST = 16  # elements to touch for each element freed: some 100 GB/s on an H200, where a link exposed gives 27 and one in use is free
+
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Sources(Protocol):
@@ -81,23 +83,35 @@ class Recipe:
 
     def make(self, wanted: Made, bring: Bring) -> None:
         """Follow the recipe. Keeps the contract of ``remade.Maker``."""
+        was_enabled = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(False)
+            if torch.is_autocast_enabled(self.device_type):
+                # Ops take their operands as they are: what autocast cast was saved cast, or is a cast of its own.
+                with torch.autocast(self.device_type, enabled=False):
+                    self._follow(wanted, bring)
+            else:
+                self._follow(wanted, bring)
+        finally:
+            set_grad_enabled(was_enabled)
+
+    def _follow(self, wanted: Made, bring: Bring) -> None:
         parts = self.parts
         last_use = {operand: index for index, part in enumerate(parts) if isinstance(part, Step) for operand in part.operands}
         values: list[Any] = []
         given: list[weakref.ref[UntypedStorage]] = []
-        with torch.no_grad(), _without_autocast(self.device_type):
-            for index, part in enumerate(parts):
-                if isinstance(part, Step):
-                    values.append(part.function(*[values[operand] for operand in part.operands]).to(part.dtype))
-                    for operand in part.operands:
-                        if last_use[operand] == index:
-                            values[operand] = None
-                elif part is not None:
-                    values.append(part.restore(bring))
-                    given.append(weakref.ref(values[-1].untyped_storage()))
-                else:
-                    values.append(None)
-            wanted.fill(self._storage(values[-1], given, wanted.num_bytes))
+        for index, part in enumerate(parts):
+            if isinstance(part, Step):
+                values.append(part.function(*[values[operand] for operand in part.operands]).to(part.dtype))
+                for operand in part.operands:
+                    if last_use[operand] == index:
+                        values[operand] = None
+            elif part is None:
+                values.append(None)
+            else:
+                values.append(part.restore(bring))
+                given.append(weakref.ref(values[-1].untyped_storage()))
+        wanted.fill(self._storage(values[-1], given, wanted.num_bytes))
 
     def _storage(self, value: Tensor, given: "list[weakref.ref[UntypedStorage]]", num_bytes: int) -> UntypedStorage:
         """Return a storage of its own in which ``value`` lies as the original did."""
@@ -183,7 +197,10 @@ class _Writer:
 
     def _operands(self, node: Node, op: Op, depth: int) -> "list[int | _Later] | None":
         operands: list[int | _Later] = []
-        for place, (before, output_nr) in enumerate(node.next_functions):
+        edges = node.next_functions
+        if not op.keeps and any(self._is_nowhere(before, output_nr) for before, output_nr in edges):
+            return None
+        for place, (before, output_nr) in enumerate(edges):
             kept = _torch.kept_by(node, op.keeps[place]) if op.keeps else None
             if kept is None and before is None and op.is_norm:
                 operands.append(self._add(None))
@@ -202,6 +219,15 @@ class _Writer:
                 operands.append(self._add(promise))
         return operands
 
+    def _is_nowhere(self, before: Node | None, output_nr: int) -> bool:
+        """Say, at little cost, whether what a node produced can be neither had nor made. Most searches end here."""
+        if before is None:
+            return True
+        name = before.name()
+        if name in OPS or name == _LEAF or (before, output_nr) in self.known:
+            return False
+        return self.sources.of_output(before, output_nr) is None
+
     def _operand(self, node: Node, kept: Any, before: Node | None, output_nr: int, depth: int) -> "int | _Later | None":
         if before is None:
             promise = self.sources.of_kept(kept)
@@ -216,7 +242,7 @@ class _Writer:
                 return None
             promise = self.sources.of_output(before, output_nr)
             name = before.name()
-            if promise is None and name == "torch::autograd::AccumulateGrad":
+            if promise is None and name == _LEAF:
                 promise = self.sources.of_leaf(before.variable, node)  # type: ignore[attr-defined]
             if promise is None:
                 op = OPS.get(name)
@@ -239,10 +265,3 @@ class _Writer:
     def _add(self, part: "Promise | Step | None") -> int:
         self.parts.append(part)
         return len(self.parts) - 1
-
-
-def _without_autocast(device_type: str) -> "contextlib.AbstractContextManager[Any]":
-    """Return a context in which ops take their operands as they are: what autocast cast was saved cast, or is a cast of its own."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()

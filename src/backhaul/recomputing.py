@@ -23,30 +23,28 @@ other tensors saved. ``verify`` compares the values themselves. What a module re
 attribute, is its own affair.
 """
 
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul._torch import pop_function_mode, push_function_mode
+from backhaul._torch import pop_function_mode, push_function_mode, set_grad_enabled
 from backhaul.choices import Recording
-from backhaul.claims import depth_of
-from backhaul.globs import matches
+from backhaul.claims import depth_of, once_more
 from backhaul.interrupts import Around
 from backhaul.kinds import take_apart, why_it_stays
-from backhaul.parts import Part, State, flatten, has_state, is_cache, layout_of, plain_parts, storages_of, unflatten
+from backhaul.parts import Part, State, flatten, has_state, is_cache, kind_of_maker, layout_of, plain_parts, storages_of, unflatten
 from backhaul.remade import Made, Remade
 from backhaul.replaying import Surroundings
 from backhaul.rerunning import Rerun
 from backhaul.saved import Bring, Layout, Parts, Promise
-from backhaul.scopes import clean_fqn
+from backhaul.sites import Site
 from backhaul.watching import Watching, fingerprint
 
 MOST_INSIDE = 4  # times what a norm written in plain code returns is about what it saves inside
@@ -72,6 +70,10 @@ class Keeper(Protocol):
         """Say whether the tensor is a parameter or a buffer, or made of one in a way that costs nothing to hold."""
         ...
 
+    def keep_owned(self, tensor: Tensor) -> Promise | None:
+        """Return the promise for a tensor that it ``owns``."""
+        ...
+
     def home_of(self, parameter: Tensor) -> "weakref.ref[UntypedStorage] | None":
         """Return the storage of a parameter that is to have it until backward; ``None`` where sharding may give it another."""
         ...
@@ -83,90 +85,6 @@ class Keeper(Protocol):
     def recomputed(self, fqn: str, num_bytes: int) -> None:
         """Count what a unit has made."""
         ...
-
-
-class Site:
-    """A module under ``recompute``: what is asked for there, and what running it has taught.
-
-    Args:
-        fqn: its name.
-        module: the module; not owned.
-        keep_outputs: globs over the names of modules inside, from here or from the root, whose outputs are saved and put in place of what
-            they return the second time.
-        verify: compare the values of what is saved the second time.
-        around: the modules that contain it, outermost first.
-    """
-
-    def __init__(
-        self, fqn: str, module: nn.Module, *, keep_outputs: Sequence[str] = (), verify: bool = False, around: Sequence[nn.Module] = ()
-    ) -> None:
-        self.fqn = fqn
-        self.module = weakref.ref(module)
-        self.around = [weakref.ref(outer) for outer in (*around, module)]
-        self.verify = verify
-        inside: dict[str, nn.Module] = {}
-        for name, part in module.named_modules():
-            inside.setdefault(clean_fqn(name), part)  # of a wrapper and what it wraps, the wrapper
-        del inside[""]
-        self.kept = {name for glob in keep_outputs for name in self._matching(glob, list(inside))}
-        self.watched: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.watched.update((part, name) for name, part in inside.items() if verify or name in self.kept)
-        self.parts = [(name, weakref.ref(part)) for name, part in module.named_modules()]
-        compiled = any(_torch.compiled_call(part) or _torch.original_module(part) for part in module.modules())
-        # Whether it makes choices, which is known once it has run. A mode would have compiled code compiled again.
-        self.chooses: bool | None = False if compiled else None
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self.accelerators = () if accelerator is None else (accelerator,)
-
-    def _matching(self, glob: str, names: list[str]) -> list[str]:
-        found = [name for name in names if matches(glob, name) or matches(glob, f"{self.fqn}.{name}")]
-        if not found:
-            raise ValueError(
-                f"keep_outputs names {glob!r}, which matches no module inside {self.fqn!r} ({', '.join(names) or 'it has none'})"
-            )
-        return found
-
-    def gather(self) -> None:
-        """Have FSDP2 gather its parameters, as before a forward: the second run comes before the backward that it would gather for."""
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None:
-            modules = (module for reference in reversed(self.around) if (module := reference()) is not None)
-            owner = next((module for module in modules if isinstance(module, fsdp.FSDPModule)), None)
-            if owner is not None:
-                owner.unshard()
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield its parameters, as they are just now."""
-        for _, reference in self.parts:
-            if (part := reference()) is not None:
-                yield from (parameter for parameter in _torch.own_parameters(part).values() if parameter is not None)
-
-    def versions(self) -> list[tuple[int, int]]:
-        """Return which parameters and buffers there are, by their ids, and their versions."""
-        return _torch.versions_of([part() for _, part in self.parts])
-
-    def written(self, since: list[tuple[int, int]]) -> str:
-        """Return the name of a parameter or a buffer that has been written in place, or of a buffer that has been replaced.
-
-        A parameter that is another one now has not been written: sharding gathers it for a while.
-        """
-        now = self.versions()
-        if now == since:
-            return ""
-        known = [
-            (f"{where}.{name}" if where else name, is_buffer)
-            for where, reference in self.parts
-            if (part := reference()) is not None
-            for name, _, is_buffer in _torch.named_tensors(part)
-        ]
-        for (name, is_buffer), then, this in zip(known, since, now, strict=False):
-            if then != this and (then[0] == this[0] or is_buffer):
-                return name
-        return ""
-
-    def refuse(self, what: str, instead: str) -> ValueError:
-        """Return the error for a module that cannot be run twice."""
-        return ValueError(f'{self.fqn!r} cannot be under "recompute": {what}; {instead}')
 
 
 class Input(NamedTuple):
@@ -182,6 +100,8 @@ def run_unit(site: Site, keeper: Keeper, forward: Callable[..., Any], args: Any,
     here = keeper.here
     innermost = _torch.top_saved_tensors_hooks()
     if here.unit is not None or innermost is None or getattr(innermost[0], "__self__", None) is not keeper:
+        return forward(*args, **kwargs)
+    if _torch.inside_functional_transform():
         return forward(*args, **kwargs)
     unit = Unit(site, keeper, forward, args, kwargs)
     try:
@@ -203,6 +123,7 @@ class Unit:
         "homes",
         "inside",
         "keeper",
+        "known",
         "leaves",
         "live",
         "lock",
@@ -214,6 +135,7 @@ class Unit:
         "outputs",
         "packs",
         "recording",
+        "saved",
         "site",
         "storages",
         "surroundings",
@@ -231,9 +153,10 @@ class Unit:
         leaves, self.nesting = flatten((*args, *kwargs.values()))
         self.live: list[tuple[Tensor, int]] | None = []  # inputs and their versions, until the forward has ended
         self.storages: dict[int, UntypedStorage] = {}  # theirs, as long
-        self.mades: dict[int, tuple[weakref.ref[Made], int]] = {}  # by storage, with the version saved; as long
-        known: dict[int, Input] = {}
-        self.leaves = [self._hold(leaf, known) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.known: dict[int, Input] = {}  # by the tensor, as long
+        self.saved: dict[int, tuple[weakref.ref[Made], int]] = {}  # by storage, with the version saved; as long
+        self.mades: list[weakref.ref[Made]] = []
+        self.leaves = [self._hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.packs: list[tuple[Part, ...]] = []
         self.outputs: list[Part] = []
         self.num_inside = 0  # bytes saved inside and made again
@@ -241,33 +164,31 @@ class Unit:
         self.needs_graph = False  # its own forward runs a backward
         self.training = self._is_training()
         self.versions = site.versions()
-        self.homes = [keeper.home_of(parameter) for parameter in site.parameters()]
+        self.homes = [keeper.home_of(parameter) for parameter in site.parameters()] if self.versions else []
         self.recording = None if site.chooses is False else Recording(keeper.promise)
         generators: list[torch.Generator] = []
+        self.variables: list[tuple[Any, State]] = []
         if any(self.nesting):
             if any(is_cache(leaf) for leaf in leaves):
                 raise site.refuse("it takes a cache, which a second run would extend once more", "call the model with use_cache=False")
             generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+            self.variables = [(leaf, State(leaf)) for leaf in leaves if has_state(leaf)]
         self.surroundings = Surroundings(self._accelerators(), generators)
-        self.variables = [(leaf, State(leaf)) for leaf in leaves if has_state(leaf)]
 
-    def _hold(self, tensor: Tensor, known: dict[int, Input]) -> Input:
-        held = known.get(id(tensor))  # what is passed twice is one tensor the second time, too
+    def _hold(self, tensor: Tensor) -> Input:
+        held = self.known.get(id(tensor))  # what is passed twice is one tensor the second time, too
         if held is None:
             assert self.live is not None
             self.live.append((tensor, _torch.version_of(tensor)))
             for storage in storages_of(tensor):
                 self.storages[id(storage)] = storage
-            held = known[id(tensor)] = Input(self.keeper.promise(tensor), tensor.requires_grad, tensor.is_leaf)
+            held = self.known[id(tensor)] = Input(self.keeper.promise(tensor), tensor.requires_grad, tensor.is_leaf)
         return held
 
     def _accelerators(self) -> Collection[torch.device]:
         """Return the devices other than the CPU that it may use: where its inputs are, else the current one."""
         assert self.live is not None
-        return {tensor.device for tensor, _ in self.live if tensor.device.type not in ("cpu", "meta")} or self.site.accelerators
-
-    def _homes(self) -> "Iterator[tuple[Tensor, weakref.ref[UntypedStorage] | None]]":
-        return zip(self.site.parameters(), self.homes, strict=False)
+        return {tensor.device for tensor, _ in self.live if not (tensor.is_cpu or tensor.is_meta)} or self.site.accelerators
 
     def _is_training(self) -> bool:
         module = self.site.module()
@@ -294,6 +215,10 @@ class Unit:
         """Return the promise for a tensor saved in the forward, or ``None`` where it is to be kept as it would be elsewhere."""
         if type(tensor) is not Tensor and _torch.is_fake(tensor):
             return None
+        held = self.known.get(id(tensor))
+        if held is not None and (again := once_more(held.promise, tensor)) is not None:
+            self.packs.append((self._part(tensor, None, again.view.layout),))
+            return again
         parts: list[Part] = []
         promise = self._remade(tensor, parts)
         self.packs.append(tuple(parts))
@@ -301,8 +226,8 @@ class Unit:
 
     def _remade(self, tensor: Tensor, parts: list[Part]) -> Promise | None:
         """Return the promise for a tensor or for one inside it, and add the plain ones to ``parts``."""
-        if self.keeper.owns(tensor):
-            return None
+        if (owned := self.keeper.keep_owned(tensor)) is not None:
+            return owned
         if type(tensor) is not Tensor:
             tensor = _torch.settle_collective(tensor)
             if _torch.is_wrapper_subclass(tensor):
@@ -313,11 +238,8 @@ class Unit:
             parts.append(self._part(tensor, None, None))
             return None
         made = self._made(tensor)
-        if made is None:
-            parts.append(self._part(tensor, None, Layout.of(tensor)))
-            return None
-        remade = Remade(made, tensor)
-        parts.append(self._part(tensor, made, remade.view.layout))
+        remade = None if made is None else Remade(made, tensor)
+        parts.append(self._part(tensor, made, Layout.of(tensor) if remade is None else remade.view.layout))
         return remade
 
     def _made(self, tensor: Tensor) -> Made | None:
@@ -327,21 +249,21 @@ class Unit:
         if num in self.storages or not storage.nbytes():
             return None
         version = _torch.version_of(tensor)
-        reference, saved = self.mades.get(num, (None, -1))
+        reference, saved = self.saved.get(num, (None, -1))
         made = reference() if reference is not None else None
         if made is None or made.home() is not storage or saved != version:
             made = Made(self, storage, self.lock)
-            self.mades[num] = weakref.ref(made), version
+            reference = weakref.ref(made)
+            self.saved[num] = reference, version
+            self.mades.append(reference)
             self.num_inside += made.num_bytes
         return made
 
     def _part(self, tensor: Tensor, made: Made | None, layout: Layout | None) -> Part:
-        if made is None:
-            reference = node = None
-        else:
-            reference, node = weakref.ref(made), type(tensor.grad_fn).__name__
+        node = None if made is None else kind_of_maker(tensor)
+        reference = None if made is None else weakref.ref(made)
         if not self.site.verify:
-            return Part(layout, reference, node=node)
+            return Part(layout, reference, None, "", node)
         stack = self.inside.stack if self.inside is not None else ()
         return Part(layout, reference, fingerprint(tensor), stack[-1] if stack else "", node)
 
@@ -356,7 +278,8 @@ class Unit:
             self._check()
         except ValueError:
             self.surroundings.put_generators_back()
-            self.leaves, self.variables, self.live = [], [], None  # it will not run again, and what it was called with may hold its output
+            # It will not run again, and what it was called with may hold its output.
+            self.leaves, self.variables, self.known, self.live = [], [], {}, None
             raise
         num_inside = self.num_inside
         found: list[tuple[Tensor, Made]] = []
@@ -367,24 +290,26 @@ class Unit:
                 self.outputs.append(self._part(tensor, made, layout))
                 if made is not None:
                     found.append((tensor, made))
-        returned = {id(made): made for _, made in found}.values()
-        chains = num_inside <= MOST_INSIDE * sum([made.num_bytes for made in returned]) and len(self.site.parts) == 1
-        depth = 1 + max((depth_of(leaf.promise) for leaf in self.leaves if isinstance(leaf, Input)), default=0)
-        for made in returned:
-            made.chains, made.depth = chains, depth
+        if found:
+            returned = {id(made): made for _, made in found}.values()
+            chains = self.site.is_leaf and num_inside <= MOST_INSIDE * sum([made.num_bytes for made in returned])
+            depth = 1 + max([depth_of(held.promise) for held in self.known.values()], default=0)
+            for made in returned:
+                made.chains, made.depth = chains, depth
         if self.recording is not None:
             self.site.chooses = bool(self.site.chooses or self.recording.chosen)
             self.recording = self.recording if self.recording.chosen else None
         self.live = None
-        self.storages, self.mades = {}, {}
+        self.storages, self.known, self.saved = {}, {}, {}
         return found
 
     def _check(self) -> None:
         site, live = self.site, self.live
         assert live is not None
         instead = "put it under another rule, or only those modules inside it that do not"
-        if [tensor for tensor, version in live if _torch.version_of(tensor) != version]:
-            raise site.refuse("it writes to an input in place", f"have it not do so (inplace=False), {instead}")
+        for tensor, version in live:
+            if _torch.version_of(tensor) != version:
+                raise site.refuse("it writes to an input in place", f"have it not do so (inplace=False), {instead}")
         if name := site.written(self.versions):
             raise site.refuse(f"it writes to {name!r} in its forward, and would do so twice", instead)
         for leaf, state in self.variables:
@@ -399,39 +324,57 @@ class Unit:
         """Run the forward again and fill all that is wanted."""
         if self.live is not None:
             self.needs_graph = True
-        elif name := self.site.written(self.versions):
-            raise self.differs(f"its {name!r} has been written since its forward; step after the backward pass")
-        elif any(home is not None and parameter.untyped_storage() is not home() for parameter, home in self._homes()):
-            raise self.differs("a parameter of it got other data since its forward; assign data after the backward pass")
-        elif self._is_training() != self.training:
-            raise self.differs("it was switched between train() and eval() since its forward; switch after the backward pass")
+        else:
+            self._check_again()
         for leaf, state in self.variables:
             if name := state.changed(leaf):
                 raise self.differs(f"{name!r} of an argument, a {type(leaf).__name__}, has been changed since its forward")
         self.site.gather()
         Rerun(self).run(bring)
 
+    def _check_again(self) -> None:
+        site = self.site
+        if name := site.written(self.versions):
+            raise self.differs(f"its {name!r} has been written since its forward; step after the backward pass")
+        for parameter, home in zip(site.parameters() if self.homes else (), self.homes, strict=False):
+            if home is not None and parameter.untyped_storage() is not home():
+                raise self.differs("a parameter of it got other data since its forward; assign data after the backward pass")
+        if self._is_training() != self.training:
+            raise self.differs("it was switched between train() and eval() since its forward; switch after the backward pass")
+
     def arguments(self, bring: Bring) -> tuple[list[Any], dict[str, Any]]:
         """Return what the forward was called with, detached."""
         again: dict[int, Tensor] = {}
         for held in self.leaves:
-            if isinstance(held, Input) and id(held) not in again:
-                try:
-                    tensor = held.promise.restore(bring).detach().requires_grad_(held.requires_grad)
-                except RuntimeError as error:
-                    if type(error) is not RuntimeError:  # out of memory is
-                        raise
-                    raise self.differs(f"what it was called with cannot be had again: {error}") from error
-                with torch.enable_grad():  # autocast would keep a cast of a leaf for as long as it is on
-                    again[id(held)] = tensor if held.is_leaf else tensor.view_as(tensor)
-        values = unflatten([again[id(held)] if isinstance(held, Input) else held for held in self.leaves], self.nesting)
+            if type(held) is Input and id(held) not in again:
+                again[id(held)] = self._argument(held, bring)
+        values = unflatten([again[id(held)] if type(held) is Input else held for held in self.leaves], self.nesting)
+        if not self.names:
+            return values, {}
         num_args = len(values) - len(self.names)
         return values[:num_args], dict(zip(self.names, values[num_args:], strict=True))
 
+    def _argument(self, held: Input, bring: Bring) -> Tensor:
+        try:
+            tensor = held.promise.restore(bring).detach().requires_grad_(held.requires_grad)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # out of memory is
+                raise
+            raise self.differs(f"what it was called with cannot be had again: {error}") from error
+        if held.is_leaf:
+            return tensor
+        was_enabled = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(True)
+            # No leaf: autocast would keep a cast of it for as long as it is on. And by its very strides, which `view_as` may change.
+            return tensor[...]
+        finally:
+            set_grad_enabled(was_enabled)
+
     def differs(self, what: str, inside: str = "") -> RuntimeError:
         """Return the error for a second run that cannot do what the first did."""
-        where = f"{self.site.fqn}.{inside}" if inside else self.site.fqn
-        return RuntimeError(f"{where!r} is recomputed, but {what}")
+        where = repr(f"{self.site.fqn}.{inside}".removeprefix(".")) if inside else self.site.name
+        return RuntimeError(f"{where} is recomputed, but {what}")
 
 
 class Inside:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul.saved import Bring, View, empty, modified_in_place
+from backhaul.saved import Bring, View, empty, flat, modified_in_place
 
 
 class Maker(Protocol):
@@ -47,36 +47,53 @@ class Made:
         lock: held while it is made and handed out; those that one maker makes together share it.
     """
 
-    __slots__ = ("__weakref__", "chains", "check", "depth", "home", "lock", "maker", "num_bytes", "promises", "storage", "stream")
+    __slots__ = (
+        "__weakref__", "chains", "check", "counter", "depth", "home", "lock", "maker", "num_bytes", "promises", "storage", "stream",
+        "version",
+    )  # fmt: skip
 
     def __init__(self, maker: Maker, storage: UntypedStorage, lock: "threading.RLock | None" = None) -> None:
         self.maker = maker
         self.depth = 1  # of makers that have to work one after the other, from what is kept
         self.chains = True  # cheap enough in memory that another maker may start from it (recomputing.py, [Note: Chains])
         self.lock = threading.RLock() if lock is None else lock
-        self.home = weakref.ref(storage)  # the original, or what was made last
+        self.home: Callable[[], UntypedStorage | None] = weakref.ref(storage)  # the original, or what was made last
         self.num_bytes = storage.nbytes()
         self.check: Callable[[UntypedStorage], None] | None = None  # raises where what has been made has other bytes
         self.storage: UntypedStorage | None = None  # made, and kept until everybody has had it
+        self.counter: Tensor | None = None  # shares the version counter of what is handed out, once something has been made,
+        self.version = 0  # and what it stood at
         self.stream: torch.Stream | None = None  # on which it was made
         self.promises: list[weakref.ref[Remade]] = []
 
     @property
     def wanted(self) -> bool:
         """Whether a promise exists that has not had the value, and there is none at hand."""
-        return self.home() is None and any((promise := each()) is not None and not promise.had for each in self.promises)
+        if self.home() is not None:
+            return False
+        for each in self.promises:
+            promise = each()
+            if promise is not None and not promise.had:
+                return True
+        return False
 
     def fill(self, storage: UntypedStorage) -> None:
         """Take a storage with the same bytes."""
         assert storage.nbytes() == self.num_bytes
         self.storage = storage
         self.home = weakref.ref(storage)
+        self.counter = _counter(flat(storage))
+        self.version = _torch.version_of(self.counter)
         self.stream = _current_stream(storage.device)
 
     def hand_to(self, promise: "Remade", bring: Bring) -> UntypedStorage:
         """Return the storage, and drop it here if nobody else waits for it."""
         with self.lock:
             storage = self.home()
+            if (
+                self.counter is not None and _torch.version_of(self.counter) != self.version
+            ):  # a backward has written into what it was handed
+                self.home, storage = _nowhere, None
             if storage is None:
                 promise.had = False
                 self.maker.make(self, bring)
@@ -89,10 +106,12 @@ class Made:
                 current.wait_stream(self.stream)
             promise.had = True
             waiting = [other for each in self.promises if (other := each()) is not None]
-            if all(other.had for other in waiting):
-                self.storage = None
-                for other in waiting:
-                    other.had = False
+            for other in waiting:
+                if not other.had:
+                    return storage
+            self.storage = None
+            for other in waiting:
+                other.had = False
             return storage
 
 
@@ -108,12 +127,23 @@ class Remade:
         self.had = False
         made.promises.append(weakref.ref(self))
 
+    def again(self) -> "Remade":
+        """Return another promise for the same tensor: each counts for itself whether its holder has had the value."""
+        other = Remade.__new__(Remade)
+        other.made, other.view, other.had = self.made, self.view, False
+        self.made.promises.append(weakref.ref(other))
+        return other
+
     def restore(self, bring: Bring) -> Tensor:
         """Return the saved tensor, made again unless its storage is still there."""
         view = self.view
         if view.changed:
-            raise modified_in_place(view.alias, view.version)
-        return view.layout.view(self.made.hand_to(self, bring))
+            raise modified_in_place(view.alias, view.version, view.layout.size)
+        storage = self.made.hand_to(self, bring)
+        # Whoever writes into what it is handed is seen: by the counter of what was made, or of the original.
+        tensor = (view.alias if self.made.counter is None else self.made.counter).detach()
+        tensor.data = view.layout.view(storage)
+        return tensor
 
 
 MOST_DEPTH = 8  # of makers that start from what another one makes: all that they make is there at once
@@ -162,6 +192,10 @@ class Outputs:
         home, counter, version, made = entry
         same = home() is storage and version == _torch.version_of(tensor) and _torch.share_version_counter(tensor, counter)
         return made if same else None
+
+
+def _nowhere() -> None:
+    """Stand for a weak reference to a storage that is gone."""
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from backhaul import _torch
 from backhaul.interrupts import Around
 
+_RECORD, _RECORD_NOT = (partial(_torch.set_grad_enabled, enabled) for enabled in (True, False))  # gradients
+
 
 class Generator(Protocol):
     """What ``torch.Generator`` can do."""
@@ -63,8 +65,9 @@ class Surroundings:
     def __init__(self, devices: Collection[torch.device], generators: Iterable[Generator] = ()) -> None:
         found = [torch.default_generator, *generators, *map(default_generator, devices)]
         self.generators: list[tuple[Generator, Tensor]] = [(generator, generator.get_state()) for generator in found]
-        kinds = ("cpu", *{device.type for device in devices}) if devices else ("cpu",)
-        self.autocast = [(kind, _autocast_dtype(kind)) for kind in kinds]
+        self.autocast = [("cpu", _autocast_dtype("cpu"))]
+        if devices:
+            self.autocast += [(kind, _autocast_dtype(kind)) for kind in {device.type for device in devices}]
         self.caches = torch.is_autocast_cache_enabled()
         self.settings = _torch.kernel_settings()
 
@@ -79,14 +82,15 @@ class Surroundings:
 
     def put_around(self, around: Around) -> None:
         """Have everything around a call as it was when the pass began, gradients recorded; afterwards as it is now."""
-        around.add(partial(_torch.set_grad_enabled, True), partial(_torch.set_grad_enabled, torch.is_grad_enabled()))
+        around.add(_RECORD, _RECORD if torch.is_grad_enabled() else _RECORD_NOT)
         for kind, dtype in self.autocast:
             if dtype is not None or torch.is_autocast_enabled(kind):
                 self._put_autocast_around(around, kind, dtype)
         settings = _torch.kernel_settings()
-        do, undo = _torch.kernel_setters(self.settings, settings), _torch.kernel_setters(settings, self.settings)
-        for step, back in zip(do, undo, strict=True):
-            around.add(step, back)
+        if settings != self.settings:
+            do, undo = _torch.kernel_setters(self.settings, settings), _torch.kernel_setters(settings, self.settings)
+            for step, back in zip(do, undo, strict=True):
+                around.add(step, back)
         for generator, state in self.generators:
             around.add(partial(generator.set_state, state), partial(generator.set_state, generator.get_state()))
 

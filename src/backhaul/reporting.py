@@ -9,7 +9,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from backhaul.globs import collapse
 from backhaul.sizes import format_bytes
+
+MOST_ROWS = 32  # modules that a text shows one by one; of more, those whose names differ in numbers alone are one row
+PARAMETERS = ("parameter", "cast of a parameter")  # reasons that are about no activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +68,15 @@ class Report:
 
     def __str__(self) -> str:
         stats, size = self.stats, format_bytes
+        parameters = sum(num_bytes for reason, num_bytes in stats.kept_by_reason.items() if reason in PARAMETERS)
         lines = [
             f"saved      {size(stats.saved_bytes):>12}",
             f"offloaded  {size(stats.offloaded_bytes):>12}  in {stats.num_offloads} copies, {size(stats.futile_bytes)} of it futile",
             f"reloaded   {size(stats.reloaded_bytes):>12}  {stats.num_demand_reloads} times on demand",
             f"recomputed {size(stats.recomputed_bytes):>12}  {size(self.made_bytes)} made by running modules again",
             f"kept       {size(stats.kept_bytes):>12}",
-            *(f"  {reason:<32} {size(num_bytes):>12}" for reason, num_bytes in stats.kept_by_reason.items()),
+            *(f"  {reason:<32} {size(num_bytes):>12}" for reason, num_bytes in stats.kept_by_reason.items() if reason not in PARAMETERS),
+            f"parameters {size(parameters):>12}  stay in any case, and are not in saved",
             f"resident   {size(stats.resident_bytes):>12}  peak {size(stats.peak_resident_bytes)}",
             f"host       {size(stats.host_bytes):>12}  peak {size(stats.peak_host_bytes)}, pageable {size(stats.pageable_bytes)}",
             f"disk       {size(stats.disk_bytes):>12}  peak {size(stats.peak_disk_bytes)}",
@@ -78,13 +84,29 @@ class Report:
         ]
         if self.note:
             lines += [f"note: {self.note}"]
-        if self.modules:
-            lines += ["", f"{'module':<48} {'saved':>12} {'offloaded':>12} {'recomputed':>12}"]
-            lines += [
-                f"{row.fqn or '(root)':<48} {size(row.saved_bytes):>12} {size(row.offloaded_bytes):>12} {size(row.recomputed_bytes):>12}"
-                for row in self.modules
-            ]
+        if rows := self._rows():
+            wide = max(48, *(len(row.fqn) for row in rows))
+            lines += ["", f"{'module':<{wide}} {'saved':>12} {'offloaded':>12} {'recomputed':>12}"]
+            for row in rows:
+                sizes = map(size, (row.saved_bytes, row.offloaded_bytes, row.recomputed_bytes))
+                lines.append(" ".join((f"{row.fqn or '(root)':<{wide}}", *(f"{each:>12}" for each in sizes))))
         return "\n".join(lines)
+
+    def _rows(self) -> tuple[ModuleBytes, ...]:
+        """Return the modules, as sums of many alike where there are many."""
+        if len(self.modules) <= MOST_ROWS:
+            return self.modules
+        by_fqn = {row.fqn: row for row in self.modules}
+        groups = {glob: [by_fqn[fqn] for fqn in members] for glob, members in collapse(by_fqn).items()}
+        return tuple(
+            ModuleBytes(
+                fqn=glob,
+                saved_bytes=sum(row.saved_bytes for row in rows),
+                offloaded_bytes=sum(row.offloaded_bytes for row in rows),
+                recomputed_bytes=sum(row.recomputed_bytes for row in rows),
+            )
+            for glob, rows in groups.items()
+        )
 
 
 class Tally:

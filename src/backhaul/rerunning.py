@@ -6,7 +6,7 @@ Does not cover: what the first run notes (recomputing.py).
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from backhaul import _torch
 from backhaul._torch import pop_function_mode, pop_saved_tensors_hooks, push_function_mode, push_saved_tensors_hooks
 from backhaul.choices import Replaying
 from backhaul.interrupts import Around
-from backhaul.parts import Part, flatten, layout_of, plain_parts
+from backhaul.parts import Part, flatten, kind_of_maker, layout_of, plain_parts
 from backhaul.remade import Made
 from backhaul.saved import Bring, Layout, flat
 from backhaul.watching import Watching, fingerprint
@@ -36,13 +36,11 @@ class Rerun:
     def __init__(self, unit: "Unit") -> None:
         self.unit = unit
         self.keeper = unit.keeper
-        parts = (*(part for pack in unit.packs for part in pack), *unit.outputs)
-        mades = [made for part in parts if part.made is not None and (made := part.made()) is not None]
-        self.waiting = {id(made): made for made in mades if made.wanted}
+        self.waiting = {id(made): made for each in unit.mades if (made := each()) is not None and made.wanted}
         self.filled: list[Made] = []
         self.num_packs = 0
         self.num_held = 0  # how many operations or modules have returned something that will be overwritten
-        self.unchecked: list[tuple[Tensor, Part, str]] = []
+        self.unchecked: list[tuple[Tensor, Part, int | None]] = []  # with the number of the pack
         self.calls: dict[str, int] = {}
         self.thread = threading.get_ident()
 
@@ -55,9 +53,13 @@ class Rerun:
         around.add(partial(setattr, here, "unit", unit), partial(setattr, here, "unit", here.unit))
         around.add(partial(push_saved_tensors_hooks, self.pack, self.unpack), pop_saved_tensors_hooks)
         self._put_replaying_around(around, bring)
+        if unit.needs_graph:  # the forward's own backward has added up what it had to the first time
+            for parameter in unit.site.parameters():
+                around.add(partial(setattr, parameter, "grad", None), partial(setattr, parameter, "grad", parameter.grad))
         try:
-            with contextlib.suppress(_Enough):
-                self._end(around.call(unit.forward, args, kwargs))
+            self._end(around.call(unit.forward, args, kwargs))
+        except _Enough:
+            pass
         except BaseException:
             for made in self.filled:
                 made.storage = None
@@ -82,9 +84,11 @@ class Rerun:
             num = self.num_packs
             if num == len(unit.packs):
                 raise unit.differs(f"it saves more than the {num} tensors that it saved the first time")
-            self.num_packs += 1
-            self._collect(list(plain_parts(tensor)) if unit.packs[num] else [], unit.packs[num], f"saved tensor {num}")
-            self._stop_if_done()
+            self.num_packs = num + 1
+            if parts := unit.packs[num]:
+                self._collect(plain_parts(tensor), parts, num)
+            if not self.waiting:
+                self._stop_if_done()
         return tensor.detach() if unit.needs_graph else None
 
     def unpack(self, value: Tensor | None) -> Tensor:
@@ -93,36 +97,40 @@ class Rerun:
             raise self.unit.differs("it runs a backward pass that it did not run the first time")
         return value
 
-    def _collect(self, tensors: list[Tensor], parts: "tuple[Part, ...] | list[Part]", what: str) -> None:
+    def _collect(self, tensors: Sequence[Tensor], parts: Sequence[Part], pack: int | None) -> None:
+        """Collect what is saved, by its number, or what is returned."""
         if len(tensors) != len(parts):
-            raise self.unit.differs(f"{what} consists of {len(tensors)} plain tensors the second time and of {len(parts)} the first")
+            raise self._differs(pack, f"consists of {len(tensors)} plain tensors the second time and of {len(parts)} the first")
         for tensor, part in zip(tensors, parts, strict=True):
             layout = layout_of(tensor)
-            if layout != part.layout:
-                raise self.unit.differs(
-                    f"{what} is {_describe(layout)} the second time and {_describe(part.layout)} the first", part.inside
-                )
-            if part.node is not None and (now := type(tensor.grad_fn).__name__) != part.node:
-                raise self.unit.differs(f"{what} was made by {now} the second time and by {part.node} the first", part.inside)
+            if layout != part.layout and (part.layout is not None or part.made is not None):
+                raise self._differs(pack, f"is {_describe(layout)} the second time and {_describe(part.layout)} the first", part)
+            if part.node is not None and (now := kind_of_maker(tensor)) != part.node:
+                raise self._differs(pack, f"was made by {now} the second time and by {part.node} the first", part)
             if part.print is not None:
-                self.unchecked.append((tensor.detach(), part, what))
+                self.unchecked.append((tensor.detach(), part, pack))
             made = part.made() if part.made is not None else None
             if made is not None and self.waiting.pop(id(made), None) is not None:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() != made.num_bytes:
-                    raise self.unit.differs(f"{what} lies in {storage.nbytes()} bytes the second time and in {made.num_bytes} the first")
+                    raise self._differs(pack, f"lies in {storage.nbytes()} bytes the second time and in {made.num_bytes} the first")
                 made.fill(storage)
                 self.filled.append(made)
-        self._compare()
+        if self.unchecked:
+            self._compare()
 
     def _compare(self) -> None:
         """Compare values with those of the first run, once they are final."""
         if self.num_held:
             return
         unchecked, self.unchecked = self.unchecked, []
-        for tensor, part, what in unchecked:
+        for tensor, part, pack in unchecked:
             if fingerprint(tensor) != part.print:
-                raise self.unit.differs(f"{what} ({_describe(part.layout)}) has other values than the first time", part.inside)
+                raise self._differs(pack, f"({_describe(part.layout)}) has other values than the first time", part)
+
+    def _differs(self, pack: int | None, what: str, part: Part | None = None) -> RuntimeError:
+        name = "what it returns" if pack is None else f"saved tensor {pack}"
+        return self.unit.differs(f"{name} {what}", "" if part is None else part.inside)
 
     def _stop_if_done(self) -> None:
         if not self.waiting and not self.num_held and not self.unit.site.verify:
@@ -134,9 +142,7 @@ class Rerun:
         if self.num_packs != len(unit.packs):
             raise unit.differs(f"it saves {self.num_packs} tensors the second time and {len(unit.packs)} the first")
         leaves = flatten((output,))[0]
-        self._collect(
-            [plain for leaf in leaves if isinstance(leaf, Tensor) for plain in plain_parts(leaf)], unit.outputs, "what it returns"
-        )
+        self._collect([plain for leaf in leaves if isinstance(leaf, Tensor) for plain in plain_parts(leaf)], unit.outputs, None)
         assert not self.waiting
 
     # Results that will be overwritten

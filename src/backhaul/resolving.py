@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from backhaul.actions import Action, Recompute, Rule
 from backhaul.globs import closest, collapse, matches
 
+LONG = 80  # characters of a glob that a message repeats
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
@@ -112,25 +114,29 @@ def _kept(units: Mapping[str, Action], unit_of: Mapping[str, str]) -> dict[str, 
 def _why_idle(rule: Rule, deciders: Mapping[str, Rule | None]) -> str:
     hits = [name for name in deciders if matches(rule.glob, name)]
     if not hits:
-        return f"rule {rule.glob!r} matches no module of this model{_hint(rule.glob, list(deciders))}"
+        return f"rule {_brief(rule.glob)} matches no module of this model{_hint(rule.glob, list(deciders))}"
     earlier = dict.fromkeys(other.glob for name in hits if (other := deciders[name]) is not None)
     return (
-        f"rule {rule.glob!r} comes too late: all that it matches ({_list(list(collapse(hits)))}) is covered by {_list(list(earlier))} "
-        "before it; put it before that, or remove it"
+        f"rule {_brief(rule.glob)} comes too late: all that it matches ({_list(list(collapse(hits)))}) is covered by "
+        f"{_list(list(earlier))} before it; put it before that, or remove it"
     )
 
 
 def _contradiction(rule: Rule, name: str, unit: str, outer: Rule | None) -> str:
-    around = "the default" if outer is None else f"rule {outer.glob!r}"
+    around = "the default" if outer is None else f"rule {_brief(outer.glob)}"
     where = repr(unit) if unit else "the model"
     if isinstance(rule.action, Recompute):
         advice = "move its keep_outputs there"
     else:
         advice = f"to save what it returns write bh.Recompute(keep_outputs=({rule.glob!r},)) there"
     return (
-        f'rule {rule.glob!r} says "{rule.action}" for {name!r}, but {around} runs {where}, which contains it, again as a '
+        f'rule {_brief(rule.glob)} says "{rule.action}" for {name!r}, but {around} runs {where}, which contains it, again as a '
         f"whole; {advice}, or choose smaller units, or remove one of the two"
     )
+
+
+def _brief(glob: str) -> str:
+    return repr(glob if len(glob) <= LONG else f"{glob[: LONG - 3]}...")
 
 
 def _hint(glob: str, names: Sequence[str]) -> str:
@@ -139,4 +145,4 @@ def _hint(glob: str, names: Sequence[str]) -> str:
 
 
 def _list(texts: Sequence[str]) -> str:
-    return ", ".join(map(repr, texts[:3])) + (", ..." if len(texts) > 3 else "")
+    return ", ".join(map(_brief, texts[:3])) + (", ..." if len(texts) > 3 else "")

@@ -25,7 +25,7 @@ An alias is never handed out where it may be released: whoever got it would see 
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -50,7 +50,8 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Layout":
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg())
+        look = (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg())
+        return tuple.__new__(cls, look)
 
     def view(self, storage: UntypedStorage) -> Tensor:
         """Return a tensor that looks at ``storage`` in this way."""
@@ -71,13 +72,14 @@ def flat(storage: UntypedStorage) -> Tensor:
     return Layout(torch.uint8, torch.Size((storage.nbytes(),)), (1,), 0, False, False).view(storage)
 
 
-def modified_in_place(tensor: Tensor, expected: int) -> RuntimeError:
-    """Return the error that autograd raises for a saved tensor that was written in place."""
+def modified_in_place(tensor: Tensor, expected: int, size: Sequence[int] | None = None) -> RuntimeError:
+    """Return the error that autograd raises for a saved tensor that was written in place; ``size`` where ``tensor`` is bare by now."""
     found = _torch.version_of(tensor)
     kind = tensor.type() if type(tensor) is Tensor else type(tensor).__name__
+    shape = list(tensor.shape if size is None else size)
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
+        f"[{kind} {shape}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
         "detection to find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
     )
 
@@ -229,7 +231,7 @@ class Saved:
                 blob.release()
                 bring(blob)
             if view.changed:
-                raise modified_in_place(view.alias, view.version)
+                raise modified_in_place(view.alias, view.version, view.layout.size)
             return view.alias.detach()  # a fresh one ([Note: Versions])
 
 

@@ -32,15 +32,21 @@ from torch.nn.parameter import is_lazy
 from torch.storage import UntypedStorage
 
 from backhaul import _torch, garbage
-from backhaul._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from backhaul._torch import compiler_at_work, pop_saved_tensors_hooks, push_saved_tensors_hooks
+from backhaul.compiling import is_compiled, is_compiled_whole, look_into_no_trace
 from backhaul.tiers.base import Tier
-from backhaul.tracing import unless_traced
+from backhaul.tracing import forward_of, unless_traced
 
 if TYPE_CHECKING:
-    from backhaul.recomputing import Site, Unit
+    from backhaul.recomputing import Unit
     from backhaul.remade import Outputs
+    from backhaul.sites import Site
 
 IN_A_TRACE = "backhaul manages this module; compile it first and manage the result, or compile without fullgraph"
+ONE_SCOPE = (
+    "has a rule of its own, but has been compiled as part of something larger, which is one scope; remove the handle, compile first, and "
+    "apply a plan with one rule for the whole of it, or compile the modules inside one by one"
+)
 
 
 class Key(NamedTuple):
@@ -165,12 +171,17 @@ class Watcher(Protocol):
 class Wrapper:
     """The replacement of one module's call, and how to undo it."""
 
-    def __init__(self, watcher: Watcher, module: nn.Module, fqn: str, *, is_root: bool, duty: Duty = OFFLOAD) -> None:
+    def __init__(
+        self, watcher: Watcher, module: nn.Module, fqn: str, *, is_root: bool, duty: Duty = OFFLOAD, has_rule: bool = False
+    ) -> None:
         self.watcher: Watcher | None = watcher
         self.module = weakref.ref(module)
         self.fqn = fqn
         self.is_root = is_root
         self.duty = duty
+        self.has_rule = has_rule  # another one than what is around it
+        self.was_traced = False  # as part of something larger
+        self.rule_inside = ""  # of a root: the name of a module inside that has a rule of its own
         self.name = "forward" if _torch.compiled_call(module) is None else "_compiled_call_impl"
         self.previous: Callable[..., Any] | None = module.__dict__.get(self.name)
         module.__dict__[self.name] = self.call = self._make(module)
@@ -182,6 +193,7 @@ class Wrapper:
 
     def _make(self, module: nn.Module) -> Callable[..., Any]:
         reference, kind, previous, fqn, is_root, duty = self.module, type(module), self.previous, self.fqn, self.is_root, self.duty
+        site, comes_with_torch = duty.site, _torch.is_never_outermost(kind.forward)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             module = reference()
@@ -191,19 +203,61 @@ class Wrapper:
             if args and args[0] is module:  # bound anew by somebody who took this for the class's own function, as accelerate does
                 args = args[1:]
             watcher = self.watcher
+            if (compiler := compiler_at_work()) is not None:
+                if comes_with_torch and previous is None and not self.was_traced and _torch.inside_optimized_module():
+                    forward = functools.partial(forward_of, module)
+                return forward(*args, **kwargs) if watcher is None else self._run_compiled(watcher, compiler, module, forward, args, kwargs)
             scope = watcher.enter(module, fqn, is_root=is_root, duty=duty) if watcher is not None else None
-            return forward(*args, **kwargs) if watcher is None or scope is None else run(watcher, scope, forward, args, kwargs)
+            if watcher is None or scope is None:
+                return forward(*args, **kwargs)
+            if site is not None and site.chooses is None:
+                self._check(functools.partial(look_into_no_trace, site), watcher)
+            return run(watcher, scope, forward, args, kwargs)
 
         _torch.keep_out_of_traces("backhaul", but="backhaul.tracing")
         if self.name == "forward":
-            call = torch.compiler.disable(call, recursive=False, reason=IN_A_TRACE) if is_root else unless_traced(call, previous, reference)
-        functools.update_wrapper(call, previous or kind.forward)
+            if is_root or self.has_rule:
+                call = torch.compiler.disable(call, recursive=False, reason=IN_A_TRACE if is_root else f"{fqn!r} {ONE_SCOPE}")
+            if not is_root:
+                call = unless_traced(call, previous, reference, functools.partial(_stays, weakref.ref(self)))
+        replaced = previous or kind.forward
+        functools.update_wrapper(call, replaced, updated=() if _torch.is_compiled_function(replaced) else ("__dict__",))
         if previous is None:
             del call.__wrapped__  # type: ignore[attr-defined]  # it is not bound, and what reads signatures would follow it
             with contextlib.suppress(ValueError, TypeError):
                 call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
         call.__backhaul__ = self  # type: ignore[attr-defined]
         return call
+
+    def _run_compiled(self, watcher: Watcher, compiler: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a forward that is compiled from outside the wrapper, and nothing else compiled; or refuse it (compiling.py)."""
+        compiled = functools.partial(_torch.call_compiled, compiler, forward)
+
+        def call() -> Any:
+            scope = watcher.enter(module, self.fqn, is_root=self.is_root, duty=self.duty)
+            if scope is None:
+                return compiled(*args, **kwargs)
+            self._check(self._refuse_rules_inside, watcher)
+            if self.duty.site is not None:
+                self._check(functools.partial(is_compiled_whole, self.duty.site), watcher)
+            return run(watcher, scope, compiled, args, kwargs)
+
+        return _torch.call_compiled(None, call)
+
+    def _refuse_rules_inside(self) -> None:
+        """Refuse what is compiled with modules inside that have rules of their own: a compiled one among them Dynamo does not even see."""
+        inside = self.fqn if self.has_rule and self.was_traced else self.rule_inside
+        if inside:
+            raise ValueError(f"{inside!r} {ONE_SCOPE}")
+
+    def _check(self, check: Callable[[], None], watcher: Watcher) -> None:
+        """Make sure that the module can run. Where it is refused, its frame has ended."""
+        try:
+            check()
+        except ValueError:
+            if self.is_root:
+                watcher.here.outputs = None
+            raise
 
     def remove(self) -> None:
         """Put the module back as it was. Where somebody has wrapped it since, leave an inert wrapper inside theirs."""
@@ -220,6 +274,15 @@ class Wrapper:
             del module.__dict__[self.name]
         else:
             module.__dict__[self.name] = self.previous
+
+
+def _stays(reference: "weakref.ref[Wrapper]") -> bool:
+    """Note that a wrapper is being traced, and say whether it must not step aside."""
+    wrapper = reference()
+    if wrapper is None:
+        return False
+    wrapper.was_traced = True
+    return wrapper.has_rule and wrapper.watcher is not None
 
 
 def run(watcher: Watcher, scope: Scope, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -350,7 +413,7 @@ def blocks_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in root.named_children():
         if isinstance(root, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             yield name, child
-        elif _torch.original_module(child) is None and _torch.compiled_call(child) is None:
+        elif not is_compiled(child):
             for inner, block in blocks_of(child):
                 yield f"{name}.{inner}", block
 

@@ -20,11 +20,14 @@ from torch import Tensor
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul.flow import Flow
+from backhaul.flow import Flow, Link
 from backhaul.sizes import format_bytes
 from backhaul.tiers.base import Transfer
 from backhaul.tiers.pools import in_current_pool
 from backhaul.timing import Timeline, Waits, clock_of
+
+RATE_CHANGE = 0.1  # a smaller change of the tier's speed is no reason to plan again
+DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 
 
 class Station:
@@ -58,6 +61,17 @@ class Station:
                 f"cannot be moved ({kept}); give that at least, lower min_bytes, or use 0 to move all that can move"
             )
         self._budget_is_met = True
+
+    def measure(self, rates: tuple[float, float] | None, *, only_if_new: bool) -> None:
+        """Tell flow.py how fast the tier is, and when the device reached each event of the last step, as far as that is known."""
+        if rates is not None and any(abs(new / old - 1) > RATE_CHANGE for new, old in zip(rates, self.rates, strict=True)):
+            self.rates = rates
+            self.flow.link = Link(d2h_gbps=rates[0], h2d_gbps=rates[1], both_gbps=DUPLEX * sum(rates))
+        if only_if_new and self.flow.predicted_stall_ms is not None:
+            return
+        times = self.timeline.finished()
+        if times is not None:
+            self.flow.times(*times)
 
     def start_anew(self) -> None:
         """Forget what was learned. Nothing that was counted may be alive."""

@@ -1,7 +1,7 @@
 """The one file of backhaul that Dynamo reads.
 
 Covers: what stands in place of a block's ``forward`` while something larger is being compiled.
-Does not cover: anything that happens at run time (scopes.py).
+Does not cover: anything that happens at run time (scopes.py), or why (compiling.py).
 
 A compiled module is one scope, so a block inside one has none of its own. Its wrapper steps aside while Dynamo traces it, and Dynamo has to
 read the function that does so; the rest of the package it must not look into.
@@ -17,16 +17,26 @@ from torch import nn
 from backhaul import _torch
 
 
-def unless_traced(call: Callable[..., Any], previous: Callable[..., Any] | None, module: "weakref.ref[nn.Module]") -> Callable[..., Any]:
-    """Return ``call``, which is not there for Dynamo: it sees what ``call`` has replaced, ``previous`` or the class's own forward."""
+def unless_traced(
+    call: Callable[..., Any], previous: Callable[..., Any] | None, module: "weakref.ref[nn.Module]", stays: Callable[[], bool]
+) -> Callable[..., Any]:
+    """Return ``call``, which is not there for Dynamo: it sees what ``call`` has replaced, ``previous`` or the class's own forward.
+
+    ``stays`` runs while Dynamo traces where gradients are recorded; if it says so, ``call`` is there.
+    """
+    is_there: Callable[[], bool] = torch.compiler.assume_constant_result(lambda: stays())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and is_there()):
             if previous is not None:
                 return previous(*args, **kwargs)
-            inner = module()
-            return type(inner).forward(inner, *args, **kwargs)  # type: ignore[union-attr]
+            return forward_of(module(), *args, **kwargs)
         return call(*args, **kwargs)
 
     _torch.skip_as_outermost(forward)
     return forward
+
+
+def forward_of(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward. Of a module that comes with torch, Dynamo compiles this frame and not that of the forward."""
+    return type(module).forward(module, *args, **kwargs)

@@ -102,13 +102,20 @@ def test_compiled_replicas_train_the_same_and_no_weight_moves(world: World, wher
         assert answer.first == OF_A_STACK
 
 
-def train_by_plan(managed_first: bool) -> Moved:
-    return moved(Stack, DistributedDataParallel, step, managed_first=managed_first, plan={"layers.*": "recompute", "*": "offload"})
+def train_by_plan(managed_first: bool, compiled: bool) -> Moved:
+    def change(model: nn.Module) -> nn.Module:
+        if compiled:
+            for layer in model.layers:
+                layer.compile(backend="aot_eager", fullgraph=True)
+        return DistributedDataParallel(model)
+
+    return moved(Stack, change, step, managed_first=managed_first, plan={"layers.*": "recompute", "*": "offload"})
 
 
 @FIRST
-def test_a_plan_recomputes_blocks_of_replicas(world: World, managed_first):
-    for answer in world.run(train_by_plan, managed_first):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_plan_recomputes_blocks_of_replicas(world: World, compiled, managed_first):
+    for answer in world.run(train_by_plan, managed_first, compiled):
         assert answer.weights == []
         assert answer.first == [INPUT_BYTES] * DEPTH  # the head's input is made again with its block
         assert answer.recomputed_bytes > 0

@@ -234,27 +234,43 @@ def test_fsdp1_moves_exactly_the_activations_too(world: World, own_parameters, m
 
 # Beside plans
 
+FIRST = pytest.mark.parametrize("managed_first", [False, True], ids=["managed last", "managed first"])
+
 INSIDE, WHOLE = {"layers.*.up": "recompute", "*": "offload"}, {"layers.*": "recompute", "*": "offload"}
 
 
-def train_by_plan(plan: dict[str, str], reshard: bool, precision: MixedPrecisionPolicy) -> Moved:
-    return moved(Stack, partial(shard, reshard=reshard, precision=precision), step, plan=plan)
+def train_by_plan(plan: dict[str, str], reshard: bool, precision: MixedPrecisionPolicy, managed_first: bool) -> Moved:
+    return moved(Stack, partial(shard, reshard=reshard, precision=precision), step, plan=plan, managed_first=managed_first)
 
 
+def train_compiled_by_plan(managed_first: bool) -> Moved:
+    return moved(Stack, lambda model: shard(changed(model, in_place)), step, plan=WHOLE, managed_first=managed_first)
+
+
+@FIRST
 @pytest.mark.parametrize("precision", [FULL, HALF], ids=["float32", "bfloat16"])
-def test_a_plan_recomputes_parts_of_blocks(world: World, precision):
-    answers = world.run(train_by_plan, INSIDE, True, precision)
+def test_a_plan_recomputes_parts_of_blocks(world: World, precision, managed_first):
+    answers = world.run(train_by_plan, INSIDE, True, precision, managed_first)
     assert_no_weight_moves(answers)
     half = 2 if precision is HALF else 1
     assert [answer.first for answer in answers] == [[INPUT_BYTES // half] * (DEPTH + 1)] * 2  # of the blocks and the head
     assert all(answer.recomputed_bytes >= 3 * DEPTH * HIDDEN_BYTES // half for answer in answers)
 
 
+@FIRST
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_plan_recomputes_whole_blocks(world: World, reshard):
-    answers = world.run(train_by_plan, WHOLE, reshard, FULL)
+def test_a_plan_recomputes_whole_blocks(world: World, reshard, managed_first):
+    answers = world.run(train_by_plan, WHOLE, reshard, FULL, managed_first)
     assert_no_weight_moves(answers)
     assert [answer.first for answer in answers] == [[INPUT_BYTES] * DEPTH] * 2  # the head's input is made again with its block
+
+
+@FIRST
+def test_a_plan_recomputes_blocks_that_are_compiled_and_sharded_before_or_after(world: World, managed_first):
+    answers = world.run(train_compiled_by_plan, managed_first)
+    assert_no_weight_moves(answers)
+    assert [answer.first for answer in answers] == [[INPUT_BYTES] * DEPTH] * 2
+    assert all(answer.recomputed_bytes > 0 for answer in answers)
 
 
 # How it is driven

@@ -2,7 +2,6 @@
 
 import random
 import re
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from backhaul.tiers import host, numa, slabs
 from backhaul.tiers.host import release_host_memory
 from backhaul.tiers.pools import pool_stream
+from tests.conftest import in_threads
 from tests.gpu.tracked_host import TrackedHost
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: it registers memory with it")]
@@ -180,11 +180,7 @@ def test_threads_share_the_lanes(tier, device):
                 if not bool((target == value).all()):
                     wrong.append((seed, step))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda seed=seed: work(seed) for seed in range(3)])
     assert not wrong
     assert tier.used_bytes == 0
 

@@ -1,13 +1,11 @@
 """A model that lives on two devices of one process: each tensor goes and comes back by its own device's lanes."""
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import backhaul as bh
-from tests.conftest import same
+from tests.conftest import in_threads, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
@@ -67,10 +65,6 @@ def test_two_threads_train_on_two_devices_under_one_tier() -> None:
                 if not same(run(device, seed), expected[device][seed]):
                     wrong.append(f"{device}, step {seed}")
 
-    threads = [threading.Thread(target=train, args=(device,)) for device in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda device=device: train(device) for device in models])
     assert not wrong
     assert tier.used_bytes == 0

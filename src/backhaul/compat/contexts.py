@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from backhaul import _torch
 from backhaul.api import Handle
+from backhaul.compiling import is_compiled
 from backhaul.engine import Engine
 from backhaul.saved import Blob, Kept
 from backhaul.scopes import Scope, Wrapper, blocks_of, clean_fqn, wrapper_of
@@ -159,11 +159,6 @@ def _engine_of(model: nn.Module, settings: Settings) -> ContextEngine | None:
     wrapper = wrapper_of(model)
     engine = None if wrapper is None else wrapper.watcher
     return engine if isinstance(engine, ContextEngine) and engine.settings == settings else None
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Say whether the module is compiled as a whole, so that what is inside is not told apart."""
-    return _torch.original_module(module) is not None or _torch.compiled_call(module) is not None
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
