@@ -221,3 +221,15 @@ def test_a_step_that_lacks_a_few_items_is_the_same_step():
     assert flow.num_misses == misses
     assert flow.predicted_stall_ms is not None
     assert playback.stall_ms < 1.1 * steady
+
+
+def test_a_budget_of_one_layer_s_input_hides_the_copies_of_all():
+    """As where every layer is a checkpoint: beside the input that the node at work has been given there is room for the next."""
+    num_bytes = 64 << 20
+    events = [Save(frame=0, key=layer, num_bytes=num_bytes, compute_ms=15) for layer in range(12)]
+    events += [Need(frame=0, key=layer, compute_ms=40) for layer in reversed(range(12))]
+    flow = flow_of(num_bytes / 1e9)
+    playback = train(flow, events, events, events)
+    assert playback.out_bytes >= 11 * num_bytes
+    assert playback.stall_ms < 0.1
+    assert playback.peak_resident_bytes <= 2 * num_bytes

@@ -175,7 +175,8 @@ class _Play:
                 due += wire.eta_in(item)
             if room is None:
                 self._release_copied(item)
-            self._reload_until(due, room)
+            is_alone = event < 0 and self.resident_bytes == self.sizes[item] and table.step.drops[item] <= position + 1
+            self._reload_until(due, room + self.sizes[item] if room is not None and is_alone else room)
             self._copy_out_until(due)
             if event < 0:
                 wire.wait_in(item)
@@ -319,7 +320,10 @@ class _Play:
         return found
 
     def _reload_until(self, due: float, room: int | None) -> None:
-        """Start the reloads that must start before then so that every coming use is met."""
+        """Start the reloads that must start before then so that every coming use is met.
+
+        Where nothing is resident but what the node at work has been given, and that goes with it, the budget is for what comes after.
+        """
         wire = self.wire
         due += SLACK_MS
         while self.absent and wire.now + wire.backlog_in() < due:
