@@ -35,7 +35,6 @@ from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 COPY_COST = 0.01  # ms that a ms of copying costs the compute beside it
 SLACK_MS = 2.0  # reloads start so much sooner than they must
 TRUST = 0.98  # of the link's rates, so that copies that are a little late do not delay all that follow
-TRUST_HIDING = 0.95  # the same where nothing shall wait
 HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of the next
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
 BUSY_MS = 1.0  # of compute after that, in which the host has better things to do than to issue copies: the device waits for it
@@ -71,12 +70,12 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
         reads: events just before which the host read from the device, sorted.
     """
     table = _Table(step, gaps, reads)
+    link = link.slower(TRUST)
     if budget is None:
-        return _Play(table, link.slower(TRUST_HIDING), None, 1.0).run()
+        return _Play(table, link, None, 1.0).run()
     excess = 1 - budget / (max(table.alive) or 1)
     if excess <= 0:
         return Schedule({}, table.at, 0.0, 0.0)
-    link = link.slower(TRUST)
     best = _Play(table, link, budget, 1.0).run()
     for surplus in SURPLUS:
         if excess * surplus < 1:
