@@ -82,6 +82,19 @@ def outer_names(name: str) -> list[str]:
     return ["", *(".".join(parts[:end]) for end in range(1, len(parts)))] if name else []
 
 
+def inside(name: str, others: Collection[str]) -> bool:
+    """Say whether a module is inside one of the others."""
+    return any(outer in others for outer in outer_names(name))
+
+
+def may_widen(module: nn.Module) -> bool:
+    """Say whether a module may be plain code that casts what it is given to twice the width, as norms do that are written out.
+
+    Then that has to be seen, since it can be held instead of the cast (recipes.py). Modules of torch save what they are given.
+    """
+    return next(module.children(), None) is None and type(module).__module__.partition(".")[0] != "torch"
+
+
 def _places(
     model: nn.Module, resolved: Resolved, modules: dict[str, nn.Module], compiled: Collection[str], shared: Collection[str]
 ) -> Iterator[str]:
@@ -92,8 +105,9 @@ def _places(
     blocks = {clean_fqn(name) for name, _ in blocks_of(model)} if "" not in compiled else set()
     units = set(resolved.units)
     boundaries = {*resolved.boundaries, *(name for name in shared if not is_container(modules[name]))}
-    for name in modules:
-        if not name or name in units or name in boundaries or (name in blocks and isinstance(resolved.actions[name], Offload)):
+    for name, module in modules.items():
+        moves = isinstance(resolved.actions[name], Offload) and not inside(name, compiled)
+        if not name or name in units or name in boundaries or (moves and (name in blocks or may_widen(module))):
             yield name
 
 

@@ -214,6 +214,14 @@ class Claims:
             return Leaf(leaf) if isinstance(leaf, nn.Parameter) else Kept(leaf)
         return None
 
+    def given(self, node: Node, output_nr: int, *, at_most: int) -> Tensor | None:
+        """Return what a node produced, if it can be had just now, takes that many bytes, and nobody writes to it."""
+        return None
+
+    def hold(self, tensor: Tensor) -> Promise | None:
+        """Return a promise for what was ``given``."""
+        return None
+
     def eps_of(self, kept: Any) -> Eps | None:
         """Return the ``eps`` of the norm that keeps a tensor."""
         return kept.eps if type(kept) is Claim else None

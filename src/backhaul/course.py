@@ -26,6 +26,7 @@ class Course(Generic[Blob]):
 
     def __init__(self, step: Step) -> None:
         self._expect(step)
+        self.kind = object()  # by which it is remembered once it is forgotten itself
         self.pace = Pace()
         self.steady = True  # sizes were the same each time
         self.schedule: Schedule | None = None
@@ -56,11 +57,11 @@ class Course(Generic[Blob]):
             self.stale = True
         self.step, self.steady = step, steady
 
-    def shrink(self, step: Step) -> bool:
-        """Take a step that has gone in this order but for a few items that were not saved in it. Say whether it has.
+    def shrunk(self, step: Step) -> "Course[Blob] | None":
+        """Return what is known of a step that has gone in this order but for a few items that were not saved in it; ``None`` if it has not.
 
         Copies of an item that turn out to free nothing are given up after a while, and no more is known of it; the rest of the step is as
-        well known as before.
+        well known as before. The step with all its items may come again, so its own course stays as it is.
         """
         item_of = {name: item for item, name in enumerate(step.names)}
         places = [item_of.get(name, -1) for name in self.step.names]
@@ -68,13 +69,12 @@ class Course(Generic[Blob]):
         events = [places[event] if event >= 0 else ~places[~event] for event in (self.step.events[position] for position in kept)]
         num_missing = len(places) - len(step.names)
         if not 0 < num_missing <= FEW * len(places) or events != step.events:
-            return False
-        self.pace.keep_only(kept)
-        self._expect(step)
-        self.restart([])
-        self.schedule, self.planned, self.stale = None, [], True
-        self.num_made = min(self.num_made, EARLY_PLANS - 1)
-        return True
+            return None
+        found: Course[Blob] = Course(step)
+        found.pace = self.pace.only(kept)
+        found.steady, found.stale, found.basis = self.steady, True, self.basis
+        found.num_made, found.num_timed = min(self.num_made, EARLY_PLANS - 1), self.num_timed
+        return found
 
     def measure(self, ms: Sequence[float], link: Link, *, doubt: float, idle: Iterable[int] = ()) -> None:
         """Take the times of the latest step that has gone in this order."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
-from backhaul import _torch
+from backhaul import _torch, kinds
 from backhaul.claims import depth_of, norm_eps
 from backhaul.kinds import cast_parameter, is_filled_later, is_parameter, parameter_versions, size_in_memory, take_apart, why_it_stays
 from backhaul.moving import Mover, Warner
@@ -69,7 +69,7 @@ class Engine:
         self._steady = Steady()
         self.warner = Warner()
         self.mover = Mover(self.registry, self.tally, self._steady, self.warner)
-        self.claims = OwnClaims(self.is_unwritten)
+        self.claims = OwnClaims(self.is_unwritten, self.here, self.promise)
         self._shapes = Shapes(self.mover)
         self._fruitless: Counter[str] = Counter()  # by module: looks at its parameters that have shown none but known ones
         self._casts_seen = False
@@ -148,11 +148,13 @@ class Engine:
         """Run ``forward`` in its scope: as a unit, if it is one."""
         if scope.site is not None:
             return run_unit(scope.site, self, forward, args, kwargs)
-        scope.settles = scope.duty.recipes
+        if not scope.duty.recipes:
+            return forward(*args, **kwargs)
+        scope.settles, scope.given = True, [each for each in (*args, *kwargs.values()) if type(each) is Tensor]
         result = forward(*args, **kwargs)
-        if scope.settles:
-            with self.lock, self._steady:
-                self._shapes.settle(scope, result)
+        scope.given = []
+        with self.lock, self._steady:
+            self._shapes.settle(scope, result)
         return result
 
     def passed(self) -> None:
@@ -227,8 +229,7 @@ class Engine:
         """Return the promise for what a unit starts from."""
         with self.lock, self._steady:
             self._begin()
-            promise = self._promise(tensor, chained=True)
-            return self.claims.claim(tensor, promise)
+            return self.claims.claim(tensor, self._promise(tensor, chained=True))
 
     def owns(self, tensor: Tensor) -> bool:
         if is_parameter(tensor):
@@ -437,8 +438,7 @@ class Engine:
     def _on_accelerator(self) -> bool:
         """Say whether the managed modules live on an accelerator, so that tensors on the host are none of ours."""
         if self._accelerated is None:
-            tensors = (tensor for module in self._alive() for tensor in (*module.parameters(), *module.buffers()))
-            self._accelerated = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors)
+            self._accelerated = kinds.any_on_accelerator(self._alive())
         return self._accelerated
 
     def _station(self, device: torch.device) -> Station:

@@ -28,7 +28,7 @@ from backhaul.wire import CopyOut, Decision, Link, Release, Reload
 __all__ = ["BlobState", "CopyOut", "Decision", "Flow", "Key", "Link", "Release", "Reload"]
 
 DEFAULT_LINK = Link(d2h_gbps=50.0, h2d_gbps=50.0, both_gbps=90.0)  # about PCIe 5 x16, until it has been measured
-KNOWN_STEPS = 4  # orders remembered, so that two kinds of step may alternate
+KNOWN_STEPS = 8  # orders remembered, so that kinds of step may take turns
 MOST_PAST = 64  # steps of which the kind is remembered,
 MOST_CONTEXT = 8  # and by how many of them the next is told
 GUESS_SPAN = 32  # events looked at for one prefetch by guess
@@ -68,7 +68,7 @@ class Flow:
         self._out_ends = 0.0  # when the queue to the tier should be empty, in ms of the schedule
         self._step = Step()
         self._known: list[Course[FlowBlob]] = []  # latest first
-        self._past: list[Course[FlowBlob]] = []  # of the steps that ended, latest last
+        self._past: list[object] = []  # kinds of the steps that ended, latest last
         self._course: Course[FlowBlob] | None = None
         self._last: Course[FlowBlob] | None = None  # of the step that ended last; None where nothing was learned from it
         self._decisions: list[Decision] = []
@@ -417,6 +417,7 @@ class Flow:
         assert course is not None
         assert course.schedule is not None
         decisions = course.schedule.decisions
+        allowance = 0 if needed is None else needed.num_bytes
         for position in passed:
             for decision in decisions.get(position, ()):
                 entry = course.blobs[decision.blob]
@@ -429,20 +430,21 @@ class Flow:
                     # Where events were left out, reloads of many meet here.
                     if entry.state is RELEASED and (len(passed) == 1 or self._excess() + entry.num_bytes <= 0):
                         # Where sizes or the order differ, the releases that were to make room for this may not have come.
-                        self._enforce(needed, allowance=0 if needed is None else needed.num_bytes, coming=entry.num_bytes)
-                        self._reload(entry)
+                        self._enforce(needed, allowance=allowance, coming=entry.num_bytes)
+                        if self.activation_budget is None or self._excess() + entry.num_bytes <= allowance:
+                            self._reload(entry)
                 elif entry is not needed and entry.state in (COPYING_OUT, RELOADED, COPYING_IN):
                     self._release(entry)
 
     @property
     def _expected(self) -> "Course[FlowBlob] | None":
         """The learned step that should come next: what came after steps like the latest few, since kinds of step may take turns."""
-        past = self._past
+        past, known = self._past, {course.kind: course for course in self._known}
         for length in range(min(MOST_CONTEXT, len(past) - 1), 0, -1):
             latest = past[-length:]
             for end in range(len(past) - 1, length - 1, -1):
-                if past[end - length : end] == latest and past[end] in self._known:
-                    return past[end]
+                if past[end - length : end] == latest and past[end] in known:
+                    return known[past[end]]
         return self._known[0] if self._known else None
 
     def _learn(self) -> None:
@@ -460,9 +462,9 @@ class Flow:
                 course.resize(step)
                 break
         else:
-            shrunk = [course for course in self._known if course.shrink(step)]
+            shrunk = [found for course in self._known if (found := course.shrunk(step)) is not None]
             course = shrunk[0] if shrunk else Course(step)
         self._last = course
-        self._past = [*self._past[1 - MOST_PAST :], course]
+        self._past = [*self._past[1 - MOST_PAST :], course.kind]
         course.refine(link=self.link, budget=self.activation_budget)
         self._known[:] = [course, *(other for other in self._known if other is not course)][:KNOWN_STEPS]

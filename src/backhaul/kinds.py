@@ -56,6 +56,12 @@ def is_filled_later(tensor: Tensor, frame: FrameType) -> bool:
 _RRELU = F.rrelu.__code__
 
 
+def any_on_accelerator(modules: Iterable[nn.Module]) -> bool:
+    """Say whether a parameter or a buffer of the modules lies on an accelerator."""
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return any(tensor.device.type not in ("cpu", "meta") for tensor in tensors)
+
+
 def size_in_memory(tensor: Tensor) -> int:
     """Return the bytes that a tensor of any layout consists of."""
     parts: tuple[Tensor, ...] = (tensor,)

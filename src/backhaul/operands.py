@@ -1,7 +1,13 @@
 """What an engine adds to claims: parameters as operands of recipes, and tensors of which only the shape turns out to be needed.
 
-Covers: ``OwnClaims``, ``Shapes`` ([Note: Hopes]).
+Covers: ``OwnClaims`` ([Note: Given]), ``Shapes`` ([Note: Hopes]).
 Does not cover: claims as such (claims.py).
+
+[Note: Given]
+A norm that is written out casts its input to twice the width and saves the cast. If nobody else saves the input, it can be held instead,
+and the cast be made again, which halves what is kept. But a program may write to that input later on, as ``x += f(norm(x))`` does; plain
+autograd allows it, since only the cast was saved. So an argument is watched first, and held from when a frame is over in which nobody has
+written to it.
 
 [Note: Hopes]
 That a node needs no more of a tensor than its shape shows when the module that ran it returns (claims.py, [Note: Only the shape]). By then
@@ -18,11 +24,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.storage import UntypedStorage
 
+from backhaul import _torch
 from backhaul.claims import Claim, Claims, shape_only
 from backhaul.moving import Mover
 from backhaul.parts import node_of
-from backhaul.saved import Blob, Saved, flat
-from backhaul.scopes import Key, Scope
+from backhaul.remade import counter_of
+from backhaul.saved import Blob, Promise, Saved, flat
+from backhaul.scopes import Frame, Here, Key, Scope
 from backhaul.watching import fingerprint
 
 TRIES = 3  # passes through a module in which nothing was found, after which it is left alone
@@ -32,8 +40,11 @@ HOPE = "maybe only its shape"
 class OwnClaims(Claims):
     """Claims of an engine, which knows the parameters."""
 
-    def __init__(self, is_unwritten: Callable[[Tensor], bool]) -> None:
+    def __init__(self, is_unwritten: Callable[[Tensor], bool], here: Here, promise: Callable[[Tensor], Promise]) -> None:
         self._is_unwritten = is_unwritten
+        self._here = here
+        self._promise = promise
+        self._watched: dict[Any, Watched] = {}  # by module, call and argument
 
     def is_steady(self, kept: Tensor) -> bool:
         """Say whether a kept tensor is certain to be there in any part of backward. Weights that FSDP gathers are not."""
@@ -42,6 +53,42 @@ class OwnClaims(Claims):
     def is_unwritten(self, leaf: Tensor, user: Node) -> bool:
         """Say whether a leaf is certain to be as it was when ``user`` ran."""
         return self._is_unwritten(leaf) if isinstance(leaf, nn.Parameter) else super().is_unwritten(leaf, user)
+
+    def given(self, node: Node, output_nr: int, *, at_most: int) -> Tensor | None:
+        """Return what a node produced, if the module at work has been called with it, and nobody writes to it ([Note: Given])."""
+        scope = self._here.scope
+        for place, tensor in enumerate(scope.given if scope is not None else ()):
+            if tensor.output_nr == output_nr and node_of(tensor) is node and not _torch.version_of(tensor):
+                assert scope is not None
+                if tensor.untyped_storage().nbytes() > at_most:
+                    return None
+                key = scope.fqn, scope.call, place
+                watched = self._watched.get(key)
+                if watched is None or (watched.frame() is None and watched.was_written):
+                    watched = self._watched[key] = Watched(tensor, scope.frame)
+                return tensor if watched.frame() is None else None
+        return None
+
+    def hold(self, tensor: Tensor) -> Promise | None:
+        """Return a promise for what was given. The rest of the forward pass knows of it, too."""
+        claim = self._promise(tensor)
+        if self._here.outputs is not None:
+            self._here.outputs.keep(claim)
+        return self.of_kept(claim)
+
+
+class Watched:
+    """An argument of a module that might be held instead of its cast: has it been written until its frame was over?"""
+
+    __slots__ = ("counter", "frame")
+
+    def __init__(self, tensor: Tensor, frame: Frame) -> None:
+        self.counter = counter_of(tensor)
+        self.frame = weakref.ref(frame)
+
+    @property
+    def was_written(self) -> bool:
+        return _torch.version_of(self.counter) > 0
 
 
 def same_as(storage: UntypedStorage, fqn: str) -> Callable[[UntypedStorage], None]:

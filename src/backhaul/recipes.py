@@ -37,7 +37,8 @@ from backhaul.saved import Bring, Layout, Promise
 
 MOST_STEPS = 32
 DEEPEST = 12
-DEAREST = 16  # elements to touch for each element freed: some 100 GB/s on an H200, where a link exposed gives 27 and one in use is free
+DEAREST = 4  # elements to touch for each element freed: some 140 GB/s on an H200 (docs/log.md), where a link in use is mostly free
+MUCH_LESS = 2  # times that what is held for a recipe fits into what the recipe frees: a cast to twice the width
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -55,6 +56,14 @@ class Sources(Protocol):
 
     def of_leaf(self, leaf: Tensor, user: Node) -> Promise | None:
         """Return the promise for a leaf, if it is certain to be as it was when ``user`` ran."""
+        ...
+
+    def given(self, node: Node, output_nr: int, *, at_most: int) -> Tensor | None:
+        """Return something that a node produced and nobody has saved, if it is at hand, takes that many bytes, and nobody writes to it."""
+        ...
+
+    def hold(self, tensor: Tensor) -> Promise | None:
+        """Return a promise for what was ``given``."""
         ...
 
     def eps_of(self, kept: Any) -> Eps | None:
@@ -143,11 +152,13 @@ def recipe_for(tensor: Tensor, sources: Sources, *, cheap_only: bool = True) -> 
         or num_elements * dtype.itemsize != whole.untyped_storage().nbytes()
     ):
         return None
-    writer = _Writer(sources, whole.device)
+    writer = _Writer(sources, whole.device, num_elements * dtype.itemsize)
     if writer.write(node, op, Output(whole.output_nr, shape, dtype), 0) is None:
         return None
     cheap = writer.num_touched <= DEAREST * num_elements
-    return Recipe(writer.parts, whole, cheap=cheap) if cheap or not cheap_only else None
+    if (cheap_only and not cheap) or not writer.hold_what_is_given():
+        return None
+    return Recipe(writer.parts, whole, cheap=cheap)
 
 
 class _Later(NamedTuple):
@@ -161,9 +172,11 @@ class _Later(NamedTuple):
 class _Writer:
     """Writes the parts of one recipe. Methods return the number of a part, or ``None`` where there is no recipe."""
 
-    def __init__(self, sources: Sources, device: torch.device) -> None:
+    def __init__(self, sources: Sources, device: torch.device, num_bytes: int) -> None:
         self.sources = sources
         self.device = device
+        self.num_bytes = num_bytes  # to be freed
+        self.given: dict[int, Tensor] = {}  # by the number of their part, what is to be held for this recipe
         self.parts: list[Promise | Step | None] = []
         self.known: dict[tuple[Node, int], int] = {}  # what is needed twice is restored or made once
         self.num_steps = 0
@@ -226,7 +239,20 @@ class _Writer:
         name = before.name()
         if name in OPS or name == _LEAF or (before, output_nr) in self.known:
             return False
-        return self.sources.of_output(before, output_nr) is None
+        return self.sources.of_output(before, output_nr) is None and self._given(before, output_nr) is None
+
+    def _given(self, before: Node, output_nr: int) -> Tensor | None:
+        """Return an operand that nobody holds as yet, if to hold it takes much less than the recipe frees."""
+        return self.sources.given(before, output_nr, at_most=self.num_bytes // MUCH_LESS)
+
+    def hold_what_is_given(self) -> bool:
+        """Have a promise for all that would have gone without this recipe. Say whether there are such promises."""
+        for number, tensor in self.given.items():
+            promise = self.sources.hold(tensor)
+            if promise is None:
+                return False
+            self.parts[number] = promise
+        return True
 
     def _operand(self, node: Node, kept: Any, before: Node | None, output_nr: int, depth: int) -> "int | _Later | None":
         if before is None:
@@ -244,6 +270,10 @@ class _Writer:
             name = before.name()
             if promise is None and name == _LEAF:
                 promise = self.sources.of_leaf(before.variable, node)  # type: ignore[attr-defined]
+            if promise is None and (tensor := self._given(before, output_nr)) is not None:
+                number = self.known[before, output_nr] = self._add(None)
+                self.given[number] = tensor
+                return number
             if promise is None:
                 op = OPS.get(name)
                 shape, dtype = out.shape, out.dtype

@@ -82,7 +82,7 @@ class Made:
         assert storage.nbytes() == self.num_bytes
         self.storage = storage
         self.home = weakref.ref(storage)
-        self.counter = _counter(flat(storage))
+        self.counter = counter_of(flat(storage))
         self.version = _torch.version_of(self.counter)
         self.stream = _current_stream(storage.device)
 
@@ -181,7 +181,7 @@ class Outputs:
             if (outputs := table()) is not None:
                 outputs._entries.pop(num, None)
 
-        self._entries[num] = (weakref.ref(storage, forget), _counter(tensor), _torch.version_of(tensor), made)
+        self._entries[num] = (weakref.ref(storage, forget), counter_of(tensor), _torch.version_of(tensor), made)
 
     def find(self, tensor: Tensor) -> Made | None:
         """Return what makes the storage of ``tensor`` as it is now, if there is such a thing."""
@@ -202,7 +202,7 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-def _counter(tensor: Tensor) -> Tensor:
+def counter_of(tensor: Tensor) -> Tensor:
     """Return an alias that shares the version counter, without the storage."""
     alias = tensor.detach()
     alias.data = empty(alias.dtype, alias.device)

@@ -113,7 +113,7 @@ class Group(NamedTuple):
 class Scope:
     """A module at work in a frame: hands out keys for what is saved in it."""
 
-    __slots__ = ("call", "duty", "fqn", "frame", "groups", "hopes", "module", "num_packs", "settles", "site")
+    __slots__ = ("call", "duty", "fqn", "frame", "given", "groups", "hopes", "module", "num_packs", "settles", "site")
 
     def __init__(self, frame: Frame, fqn: str, module: nn.Module | None, duty: Duty = OFFLOAD, site: "Site | None" = None) -> None:
         self.frame = frame
@@ -121,6 +121,7 @@ class Scope:
         self.duty = duty  # for what is saved here; where the module is a unit, for what it starts from
         self.site = site
         self.settles = False  # somebody looks, once the module has returned, what is needed of what it saved
+        self.given: list[Tensor] = []  # what the module has been called with, while it runs and recipes may start from it
         self.hopes: list[weakref.ref[Any]] = []  # blobs of which no more than the shape may be needed
         self.module = module  # until its parameters have been looked up
         self.groups: list[Group] = []  # of parameters inside that may be gathered apart

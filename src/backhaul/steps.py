@@ -53,8 +53,8 @@ class Pace:
         self._seen: deque[list[tuple[bool, float]]] = deque(maxlen=4)  # the latest steps, by event: whether compute waited, ms of compute
         self._idle: deque[frozenset[int]] = deque(maxlen=3)  # the latest steps: events at which the device had done all before
 
-    def keep_only(self, positions: Sequence[int]) -> None:
-        """Forget the other events; what passed between them passes between these."""
+    def only(self, positions: Sequence[int]) -> "Pace":
+        """Return the pace of these events; what passed between the others passes between them."""
 
         def sums(gaps: Sequence[float]) -> list[float]:
             ends = (*positions[1:], len(gaps))
@@ -65,10 +65,12 @@ class Pace:
             return list(zip(map(bool, waited), sums([gap for _, gap in found]), strict=True))
 
         index = {position: place for place, position in enumerate(positions)}
-        self.gaps = sums(self.gaps) if self.gaps else []
-        self.reads = [index[position] for position in self.reads if position in index]
-        self._seen = deque(map(merged, self._seen), maxlen=self._seen.maxlen)
-        self._idle = deque((frozenset(index[each] for each in idle if each in index) for idle in self._idle), maxlen=self._idle.maxlen)
+        found = Pace()
+        found.gaps = sums(self.gaps) if self.gaps else []
+        found.reads = [index[position] for position in self.reads if position in index]
+        found._seen.extend(map(merged, self._seen))
+        found._idle.extend(frozenset(index[each] for each in idle if each in index) for idle in self._idle)
+        return found
 
     def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0, idle: Iterable[int] = ()) -> None:
         """Take the times at which the device reached each event, less what it waited for our copies, and the events that found it ``idle``.
