@@ -35,7 +35,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--variants",
         default="plain,backhaul",
-        help="names with commas between; backhaul:12GiB, plan:12GiB and memory_budget:0.5 have a budget",
+        help="with commas between: plain, checkpoint, selective, memory_budget:0.5, save_on_cpu, trl, megatron; and of this library "
+        "backhaul, plan and lean, each with a budget (backhaul:12GiB) or without",
     )
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny runs on a CPU in seconds")
     parser.add_argument("--device", help="the accelerator, or else the CPU, if not given")

@@ -317,7 +317,7 @@ WITH_BUDGET = ("backhaul", "plan", "lean", "memory_budget")
 
 
 def make(text: str) -> Variant:
-    """Make a variant from its name. ``backhaul:12GiB``, ``plan:12GiB`` and ``memory_budget:0.5`` say how much may stay on the device."""
+    """Make a variant from its name. ``backhaul:12GiB``, ``plan`` and ``lean`` likewise, and ``memory_budget:0.5`` say how much may stay."""
     name, _, argument = text.partition(":")
     if name not in KINDS:
         raise ValueError(f"no variant is called {name!r}; there are {', '.join(KINDS)}")

@@ -382,3 +382,13 @@ def test_each_forward_is_a_frame_and_a_frame_ends_with_its_graph():
         assert count_frames(handle, lambda: [model(torch.randn(8, WIDTH)) for _ in range(5)]) == 5
         assert count_frames(handle, lambda: None) == 0
         assert count_frames(handle, lambda: model(torch.randn(8, WIDTH)).sum().backward()) == 0
+
+
+def test_a_step_that_never_ends_is_told():
+    """A branch that nobody goes back through lives until the next pass has replaced it, so something is always alive."""
+    model = Code(lambda x: (x.exp().sum(), x.exp().sum()))
+    x = torch.randn(64, requires_grad=True)
+    with everything(model), pytest.warns(UserWarning, match="the order of a step cannot be learned"):
+        for _ in range(256):
+            outputs = model(x)
+            outputs[0].backward()

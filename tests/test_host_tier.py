@@ -1,7 +1,12 @@
 """Host memory as a tier: what goes in comes out, within its capacity, aligned, and also where nothing can be page-locked."""
 
+import mmap
 import os
+import random
+import re
+import threading
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,6 +163,113 @@ def test_closing_the_last_tier_gives_memory_back_but_keeps_slots_readable(monkey
     first.close()
     assert sum(memory.held_bytes for memory in host._memories.values()) == 4 * MIB
     assert kept.host.equal(pattern(4 * MIB))
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """What is registered: bytes by address."""
+    found: dict[int, int] = {}
+
+    def register(address: int, num_bytes: int, device: torch.device) -> None:
+        assert not any(address < other + size and other < address + num_bytes for other, size in found.items()), "registered twice"
+        found[address] = num_bytes
+
+    monkeypatch.setattr(slabs, "register", register)
+    monkeypatch.setattr(slabs, "unregister", lambda address, device: found.pop(address))
+    return found
+
+
+def test_changing_sizes_lock_little_more_than_their_peak_and_nothing_after_a_while(registered, monkeypatch):
+    """200 steps whose token counts change at random, in slabs of a thirty-second of their size."""
+    monkeypatch.setattr(host, "SLAB_BYTES", 32 * MIB)
+    tier, rng = PinnedHost(capacity="2GiB"), random.Random(0)
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    for step in range(200):
+        in_flight = []
+        for _ in range(8):
+            in_flight.append(
+                [tier.reserve(int(rng.uniform(0.7, 1.3) * mib * MIB), CPU) for mib in (14, 14, 8, 8, 6, 6, 4, 4, *[1.75] * 7, 0.25)]
+            )
+            if len(in_flight) == 4:
+                for slot in reversed(in_flight.pop(0)):
+                    tier.free(slot)
+        for slot in (slot for microbatch in in_flight for slot in microbatch):
+            tier.free(slot)
+        if step == 99:
+            warm = dict(registered)
+    assert registered == warm
+    assert sum(registered.values()) <= 1.02 * tier.peak_bytes + 32 * MIB
+    assert len(Path("/proc/self/maps").read_text().splitlines()) - before <= 50 + len(registered)
+    tier.close()
+
+
+def test_closing_unregisters_what_nobody_holds(registered, monkeypatch):
+    monkeypatch.setattr(host, "_open_tiers", set())
+    monkeypatch.setattr(host, "SLAB_BYTES", 4 * MIB)
+    tier = PinnedHost(capacity="64MiB")
+    slots = [tier.reserve(3 * MIB, CPU) for _ in range(6)]
+    assert sum(registered.values()) >= 18 * MIB
+    for slot in slots[1:]:
+        tier.free(slot)
+    tier.close()
+    assert sum(registered.values()) == 4 * MIB
+    tier.free(slots[0])
+    tier.close()
+    assert not registered
+
+
+def test_a_slab_is_larger_only_for_a_larger_tensor(registered, monkeypatch):
+    monkeypatch.setattr(host, "SLAB_BYTES", 4 * MIB)
+    tier = PinnedHost(capacity="64MiB")
+    for mib in (1, 3, 2, 9, 1, 1):
+        tier.reserve(mib * MIB, CPU)
+    assert list(registered.values()) == [4 * MIB, 4 * MIB, 8 * MIB, 4 * MIB]
+
+
+def test_slabs_are_of_one_gibibyte():
+    assert host.SLAB_BYTES == slabs.SLAB_BYTES == 2**30
+
+
+def test_pages_are_touched_in_parallel(monkeypatch):
+    all_at_once = threading.Barrier(8)
+    touched = []
+
+    def touch(address: int, value: int, num_bytes: int) -> None:
+        all_at_once.wait(timeout=10)
+        touched.append((address, num_bytes))
+
+    pages = slabs.PlainPages()
+    monkeypatch.setattr(slabs.ctypes, "memset", touch)
+    pages.touch(4 * MIB, 64 * MIB)
+    assert sorted(touched) == [(pages.address + (4 + 8 * share) * MIB, 8 * MIB) for share in range(8)]
+
+
+def test_slabs_lie_in_anonymous_memory_of_huge_pages():
+    try:
+        mmap.mmap(-1, 4 * MIB).madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pytest.skip("a kernel without huge pages")
+    pages = slabs.PlainPages()
+    smaps = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) (.*?)^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
+    if not smaps:
+        pytest.skip("a kernel that does not tell")
+    found = [(header, flags.split()) for start, end, header, flags in smaps if int(start, 16) <= pages.address < int(end, 16)]
+    assert len(found) == 1
+    assert found[0][0].splitlines()[0].split()[3] == "0"  # no file
+    assert "hg" in found[0][1]
+
+
+def test_the_error_of_a_refused_registration_is_taken_out_of_the_runtime(monkeypatch):
+    status = SimpleNamespace(success=0)
+    runtime = SimpleNamespace(cudaError=status, cudaHostRegister=lambda *args: 2, cudaGetErrorString=lambda code: f"error {code}")
+    consumed = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    monkeypatch.setattr(slabs, "_consume_error", consumed.append)
+    device = torch.device("cuda", 0)
+    with pytest.raises(slabs.PinningError, match="error 2"):
+        slabs.register(4096, MIB, device)
+    assert consumed == [device]
 
 
 class TestWherePagesCannotBeLocked:

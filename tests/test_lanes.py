@@ -165,6 +165,25 @@ def test_each_chunk_takes_the_other_stream(monkeypatch):
     assert all(first is not second for (first, _), (second, _) in pairwise(used))
 
 
+def test_chunks_are_of_32_mebibytes():
+    host = torch.empty(100 * 2**20, dtype=torch.uint8)
+    sizes = [stop - start for start, stop in lanes._chunks(host, host)]
+    assert max(sizes) == 32 * 2**20
+    assert sizes[1:-1] == [32 * 2**20] * len(sizes[1:-1])
+    assert sum(sizes) == 100 * 2**20
+
+
+def test_there_is_one_lane_a_direction_and_device_whoever_copies(monkeypatch):
+    device = SimulatedDevice(monkeypatch)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert lanes.lanes_of(first) is lanes.lanes_of(torch.device("cuda", 0))
+    assert lanes.lanes_of(first).d2h is not lanes.lanes_of(first).h2d
+    assert lanes.lanes_of(first).d2h is not lanes.lanes_of(second).d2h
+    stored = [PinnedHost(capacity=4096).store(torch.ones(32, dtype=torch.uint8)) for _ in range(3)]
+    assert [slot.stored.number for slot in stored] == [1, 2, 3]
+    assert device.lanes.d2h.last_number == 3
+
+
 def test_chunks_end_where_host_addresses_are_round(monkeypatch):
     monkeypatch.setattr(lanes, "CHUNK_BYTES", 64)
     host = torch.zeros(4096, dtype=torch.uint8)

@@ -255,6 +255,15 @@ def test_two_needs_of_different_tensors_cause_one_run() -> None:
         assert harness.num_runs["unit"] == frame
 
 
+def test_an_output_that_somebody_keeps_alive_is_no_reason_not_to_run() -> None:
+    """On another rank it may be gone, and what the module sends and receives has to be so on all of them."""
+    model, kept = nn.Sequential(nn.Linear(16, 16), Code(lambda self, x: x.cumsum(0)), nn.Linear(16, 16)), []
+    model[1].register_forward_hook(lambda _, args, output: kept.append(output))
+    harness = Harness(model, ("1",))
+    harness(leaf(3, 16)).sum().backward()
+    assert harness.num_runs["1"] == 1
+
+
 def test_retain_graph_runs_it_once_more_with_the_same_result() -> None:
     model, x = Around(Block()), leaf(2, 5, 16)
     harness = Harness(model, ("unit",))

@@ -36,7 +36,6 @@ from backhaul.remade import MOST_DEPTH, Made, Outputs, Remade
 from backhaul.reporting import Tally
 from backhaul.saved import Blob, Kept, Layout, Parts, Promise, Recast, Saved, View
 from backhaul.scopes import OFFLOAD, Duty, Frame, Here, Scope, Storages, groups_of, hooks_owner, plain_tensors
-from backhaul.sizes import format_bytes
 from backhaul.stations import Station
 from backhaul.tiers.base import Tier
 
@@ -159,19 +158,18 @@ class Engine:
 
     def passed(self) -> None:
         self.tally.num_passes += 1
-        self._say_if_nothing_moves()
+        self._say_what_is_wrong()
 
     def _turn_away(self, obstacle: str) -> None:
         """Note that a managed module runs where it cannot be managed."""
         self.tally.num_turned_away += 1
         self.tally.obstacle = obstacle
-        self._say_if_nothing_moves()
+        self._say_what_is_wrong()
 
-    def _say_if_nothing_moves(self) -> None:
-        tally = self.tally
-        if self.moves and (tally.num_passes or tally.num_turned_away) >= 3 and not (tally.offloaded_bytes or tally.recomputed_bytes):
-            reason = tally.why_nothing(self.min_bytes)
-            self.warner.once("nothing", f"backhaul offloaded 0 of {format_bytes(tally.saved_bytes)} in three passes: {reason}")
+    def _say_what_is_wrong(self) -> None:
+        if self.moves:
+            self.warner.say_if_nothing_moves(self.tally, self.min_bytes)
+            self.warner.say_if_no_step_ends(self.tally, self.stations.values())
 
     # The hooks
 

@@ -430,8 +430,11 @@ class Flow:
                     # Where events were left out, reloads of many meet here.
                     if entry.state is RELEASED and (len(passed) == 1 or self._excess() + entry.num_bytes <= 0):
                         # Where sizes or the order differ, the releases that were to make room for this may not have come.
-                        self._enforce(needed, allowance=allowance, coming=entry.num_bytes)
-                        if self.activation_budget is None or self._excess() + entry.num_bytes <= allowance:
+                        coming = entry.num_bytes
+                        if needed is not None and needed is not entry and needed.state is RELEASED:  # it comes in any case
+                            coming += needed.num_bytes
+                        self._enforce(needed, allowance=allowance, coming=coming)
+                        if self.activation_budget is None or self._excess() + coming <= allowance:
                             self._reload(entry)
                 elif entry is not needed and entry.state in (COPYING_OUT, RELOADED, COPYING_IN):
                     self._release(entry)

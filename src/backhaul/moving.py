@@ -21,6 +21,8 @@ from backhaul.sizes import format_bytes
 from backhaul.stations import Station
 from backhaul.tiers.base import TierFull
 
+MOST_PASSES = 256  # of a step
+
 
 class Warner:
     """Warns of each topic once a handle."""
@@ -33,6 +35,21 @@ class Warner:
         if topic not in self._topics:
             self._topics.add(topic)
             warnings.warn(message, stacklevel=3)
+
+    def say_if_nothing_moves(self, tally: Tally, min_bytes: int) -> None:
+        """Warn after three passes in which nothing was moved or made again."""
+        if (tally.num_passes or tally.num_turned_away) >= 3 and not (tally.offloaded_bytes or tally.recomputed_bytes):
+            reason = tally.why_nothing(min_bytes)
+            self.once("nothing", f"backhaul offloaded 0 of {format_bytes(tally.saved_bytes)} in three passes: {reason}")
+
+    def say_if_no_step_ends(self, tally: Tally, stations: Iterable[Station]) -> None:
+        """Warn after many passes none of which has shown the end of a step, so that no order can be learned."""
+        if tally.num_passes >= MOST_PASSES and tally.offloaded_bytes and not any(station.flow.num_steps for station in stations):
+            self.once(
+                "endless",
+                f"in {MOST_PASSES} passes there was no moment at which nothing saved was alive, so the order of a step cannot be learned "
+                "and copies are waited for; drop outputs that nobody goes back through, or detach them",
+            )
 
 
 class Mover:

@@ -16,6 +16,11 @@ What a unit or a recipe starts from may be another unit's output, made again in 
 other one is a module without others inside, and holds little more inside than it returns. Else a row of blocks, each starting from the one
 before, would all have to be unrolled at once, with everything inside them, to make the input of the last.
 
+[Note: Ranks]
+Where a module talks to other ranks in its forward, its second run does, too, so all ranks have to run it equally often and equally far.
+When memory is let go may differ between them, as a collective holds what it sends until it is done. So that an original happens to be
+alive still is no reason not to make it.
+
 [Note: Twice the same]
 ``forward`` has to do the same the second time. What it depends on is put back (replaying.py), what it chooses is recorded (choices.py).
 What can be seen to differ is refused in the first run, or an error in the second: inputs, parameters or buffers that have been written,
@@ -253,6 +258,7 @@ class Unit:
         made = reference() if reference is not None else None
         if made is None or made.home() is not storage or saved != version:
             made = Made(self, storage, self.lock)
+            made.always = True
             reference = weakref.ref(made)
             self.saved[num] = reference, version
             self.mades.append(reference)

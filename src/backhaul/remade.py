@@ -48,12 +48,13 @@ class Made:
     """
 
     __slots__ = (
-        "__weakref__", "chains", "check", "counter", "depth", "home", "lock", "maker", "num_bytes", "promises", "storage", "stream",
-        "version",
+        "__weakref__", "always", "chains", "check", "counter", "depth", "home", "lock", "maker", "num_bytes", "promises", "storage",
+        "stream", "version",
     )  # fmt: skip
 
     def __init__(self, maker: Maker, storage: UntypedStorage, lock: "threading.RLock | None" = None) -> None:
         self.maker = maker
+        self.always = False  # made once though the original is still alive (recomputing.py, [Note: Ranks])
         self.depth = 1  # of makers that have to work one after the other, from what is kept
         self.chains = True  # cheap enough in memory that another maker may start from it (recomputing.py, [Note: Chains])
         self.lock = threading.RLock() if lock is None else lock
@@ -69,13 +70,18 @@ class Made:
     @property
     def wanted(self) -> bool:
         """Whether a promise exists that has not had the value, and there is none at hand."""
-        if self.home() is not None:
+        if self.at_hand is not None:
             return False
         for each in self.promises:
             promise = each()
             if promise is not None and not promise.had:
                 return True
         return False
+
+    @property
+    def at_hand(self) -> UntypedStorage | None:
+        """The value, if it need not be made."""
+        return None if self.always and self.counter is None else self.home()
 
     def fill(self, storage: UntypedStorage) -> None:
         """Take a storage with the same bytes."""
@@ -86,14 +92,17 @@ class Made:
         self.version = _torch.version_of(self.counter)
         self.stream = _current_stream(storage.device)
 
+    @property
+    def _was_written(self) -> bool:
+        """Whether a backward has written into what it was handed."""
+        return self.counter is not None and _torch.version_of(self.counter) != self.version
+
     def hand_to(self, promise: "Remade", bring: Bring) -> UntypedStorage:
         """Return the storage, and drop it here if nobody else waits for it."""
         with self.lock:
-            storage = self.home()
-            if (
-                self.counter is not None and _torch.version_of(self.counter) != self.version
-            ):  # a backward has written into what it was handed
-                self.home, storage = _nowhere, None
+            storage = self.at_hand
+            if self._was_written:
+                self.home, self.storage, storage = _nowhere, None, None
             if storage is None:
                 promise.had = False
                 self.maker.make(self, bring)

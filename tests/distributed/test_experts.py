@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
+from backhaul import _torch
 from tests.distributed.launcher import World
 from tests.distributed.models import DEPTH, INPUT_BYTES, ROWS, WIDTH, Checkpointed, Stack, step
 from tests.distributed.training import Moved, moved
@@ -222,6 +223,43 @@ def train_exchange(through: str, checkpointed: bool) -> Moved:
         return model
 
     return moved(lambda: Stack(block), change, step)
+
+
+def hold_what_was_received(layer: Exchange) -> None:
+    """Hold the tokens that came, until backward has gone through what was sent back: as a collective does that is not done."""
+    exchange, held = layer.exchange, []
+
+    def holding(x: Tensor, here: list[int], there: list[int]) -> Tensor:
+        result = exchange(x, here, there)
+        if _torch.inside_backward():
+            return result
+        if held:
+            result.register_hook(lambda gradient: held.clear())
+        else:
+            held.append(result)
+        return result
+
+    layer.exchange = holding
+
+
+def train_exchange_by_plan(through: str, one_holds: bool) -> Moved:
+    block = Exchange if through == Exchange.through else ExchangeOnce
+
+    def change(model: nn.Module) -> nn.Module:
+        spread(model)
+        for layer in model.layers if one_holds and dist.get_rank() else ():
+            hold_what_was_received(layer)
+        return model
+
+    return moved(lambda: Stack(block), change, step, plan={"layers.*": "recompute", "*": "offload"})
+
+
+@pytest.mark.parametrize("one_holds", [False, True], ids=["alike", "one rank holds more"])
+@pytest.mark.parametrize("through", ["functional collectives", "torch.distributed.nn"])
+def test_a_plan_recomputes_blocks_that_send_tokens_equally_often_on_all_ranks(world: World, through, one_holds):
+    for answer in world.run(train_exchange_by_plan, through, one_holds):
+        assert answer.weights == []
+        assert answer.recomputed_bytes > 0
 
 
 @pytest.mark.parametrize("checkpointed", [True, False], ids=["checkpoint", "eager"])
