@@ -66,7 +66,15 @@ def train(kind: str, how: str) -> Moved:
                 layer.compile(backend="aot_eager", fullgraph=True)
         return model
 
-    return moved(lambda: Stack(block), change, step)
+    return moved(lambda: Stack(block), change, step, plan={"layers.*": "recompute", "*": "offload"} if how == "plan" else None)
+
+
+@pytest.mark.parametrize("kind", ["heads", "keys"])
+def test_a_plan_recomputes_blocks_that_attend_to_the_tokens_of_all_ranks(world: World, kind):
+    for answer in world.run(train, kind, "plan"):
+        assert answer.weights == []
+        assert answer.first == [INPUT_BYTES] * DEPTH  # the head's input is made again with its block
+        assert answer.recomputed_bytes > 3 * DEPTH * 5 * INPUT_BYTES
 
 
 @pytest.mark.parametrize("how", ["eager", "checkpoint", "compile"])

@@ -102,6 +102,25 @@ def test_compiled_and_recomputed_parallel_blocks_move_no_weight(world: World, pl
             assert sum(answer.first) > 0
 
 
+def train_parallel_by_plan(plan: str, managed_first: bool) -> Moved:
+    def change(model: nn.Module) -> nn.Module:
+        parallelize_module(model.layers[0], mesh(), PLANS[plan]())
+        return model
+
+    rules = {"up": "recompute", "norm": "recompute", "*": "offload"}
+    return moved(
+        lambda: Stack(Block, depth=1), change, step(plan), managed_first=managed_first, part=lambda model: model.layers[0], plan=rules
+    )
+
+
+@pytest.mark.parametrize("managed_first", [False, True], ids=["managed last", "managed first"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_that_recomputes_parts_of_parallel_blocks_trains_the_same(world: World, plan, managed_first):
+    for answer in world.run(train_parallel_by_plan, plan, managed_first):
+        assert answer.weights == []
+        assert answer.recomputed_bytes > 0
+
+
 def train_with_loss_parallel() -> Moved:
     targets = torch.arange(ROWS) % WIDTH
 
