@@ -86,7 +86,9 @@ def take_apart(tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
     inner: dict[str, Tensor] = {}
     other: dict[str, Any] = {}
     for name in names:
-        part = getattr(bare, name)
+        part, held = getattr(bare, name), getattr(tensor, name)
+        if isinstance(held, Tensor) and type(held) is type(part) and not held.requires_grad:
+            part = held  # the very one, by whose version counter writes are seen
         if isinstance(part, Tensor) and not (jagged and not part.is_floating_point() and not part.is_complex()):
             inner[name] = part
         else:

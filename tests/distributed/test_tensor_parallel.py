@@ -115,10 +115,10 @@ def train_parallel_by_plan(plan: str, managed_first: bool) -> Moved:
 
 @pytest.mark.parametrize("managed_first", [False, True], ids=["managed last", "managed first"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_plan_that_recomputes_parts_of_parallel_blocks_trains_the_same(world: World, plan, managed_first):
+def test_a_plan_recomputes_parts_of_parallel_blocks(world: World, plan, managed_first):
     for answer in world.run(train_parallel_by_plan, plan, managed_first):
         assert answer.weights == []
-        assert answer.recomputed_bytes > 0
+        assert answer.recomputed_bytes >= 3 * HIDDEN_BYTES // 2  # this rank's share of what the first product returns
 
 
 def train_with_loss_parallel() -> Moved:
