@@ -4,9 +4,7 @@ import copy
 import gc
 import io
 import pickle
-import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backhaul.testing import RecordingTier
-from tests.conftest import Code, same
+from tests.conftest import Code, in_threads, same
 from tests.planned import ALL_PLANS, MIXED, WIDTH, Net, X, apply, assert_nothing_left, build, leaf, step
 
 # Threads
@@ -56,27 +54,6 @@ def test_two_threads_run_backward_on_one_graph(plan):
             del loss, backward
         assert found == [True] * 8
         assert_nothing_left(handle, tier)
-
-
-def in_threads(*works: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(works))
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            start.wait(timeout=30)
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "deadlock"
-    for error in errors:
-        raise error
 
 
 # Copies, handles, compilers, checkpoints
