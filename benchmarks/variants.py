@@ -299,6 +299,19 @@ class Lean(Planned):
         return workload.lean
 
 
+class FromFile(Planned):
+    """The same with a plan from a file, as ``bh.Plan.save`` writes it."""
+
+    def __init__(self, path: str, budget: str | None = None) -> None:
+        super().__init__(budget)
+        self.path = path
+
+    def rules(self, workload: Workload) -> Any:
+        import backhaul as bh
+
+        return bh.Plan.load(self.path)
+
+
 KINDS: dict[str, Callable[..., Variant]] = {
     "plain": Variant,
     "checkpoint": Checkpoint,
@@ -317,13 +330,19 @@ WITH_BUDGET = ("backhaul", "plan", "lean", "memory_budget")
 
 
 def make(text: str) -> Variant:
-    """Make a variant from its name. ``backhaul:12GiB``, ``plan`` and ``lean`` likewise, and ``memory_budget:0.5`` say how much may stay."""
+    """Make a variant from its name.
+
+    ``backhaul:12GiB``, ``plan`` and ``lean`` likewise, and ``memory_budget:0.5`` say how much may stay; ``plan@mine.json:12GiB`` names a
+    plan of one's own.
+    """
     name, _, argument = text.partition(":")
-    if name not in KINDS:
+    kind, at, path = name.partition("@")
+    if kind not in KINDS or (at and kind != "plan"):
         raise ValueError(f"no variant is called {name!r}; there are {', '.join(KINDS)}")
-    if argument and name not in WITH_BUDGET:
+    if argument and kind not in WITH_BUDGET:
         raise ValueError(f"{name} takes no argument, but {text!r} has one")
-    return KINDS[name](argument) if argument else KINDS[name]()
+    arguments = [argument] if argument else []
+    return FromFile(path, *arguments) if at else KINDS[kind](*arguments)
 
 
 def package_version(variant: Variant) -> str | None:

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import backhaul as bh
 from benchmarks import measure, run, timeline, variants
 from benchmarks.workloads import build, dsv3, glm
 from benchmarks.workloads.base import Group, one_f_one_b, run_step
@@ -346,7 +347,20 @@ def test_memory_budget_does_not_apply_where_a_block_does_not_compile_whole():
     variant.detach()
 
 
-@pytest.mark.parametrize(("text", "message"), [("megatron:3", "takes no argument"), ("nothing", "no variant is called 'nothing'")])
+def test_a_plan_may_come_from_a_file(tmp_path):
+    path = tmp_path / "mine.json"
+    bh.Plan({"*.moe": "recompute", "*": "offload"}).save(path)
+    small = {"tokens": 16, "microbatches": 4}
+    plain, _ = gradients("W1", variants.make("plain"), **small)
+    grads, stats = gradients("W1", variants.make(f"plan@{path}:0"), **small)
+    assert all(torch.equal(grad, other) for grad, other in zip(grads, plain, strict=True))
+    assert stats["recomputed_bytes"] > 0 and stats["offloaded_bytes"] > 0
+
+
+BAD = {"megatron:3": "takes no argument", "nothing": "no variant is called 'nothing'", "lean@x": "no variant is called 'lean@x'"}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD.items())
 def test_bad_variants_are_named(text, message):
     with pytest.raises(ValueError, match=message):
         variants.make(text)
