@@ -102,6 +102,23 @@ def test_a_stale_view_among_what_a_module_returns_harms_nobody(plan):
         assert same(step(model, leaf()), expected)
 
 
+def test_a_stale_view_that_a_unit_is_given_and_does_not_use_harms_nobody():
+    def forward(x: Tensor) -> Tensor:
+        y = x.cumsum(0)
+        stale, _ = y.chunk(2)
+        y.mul_(0.5)
+        return model.parts[0](stale, x.cos())
+
+    class Second(nn.Module):
+        def forward(self, _: Tensor, x: Tensor) -> Tensor:
+            return x.sin().cos()
+
+    model = Code(forward, Second())
+    expected = step(model, leaf())
+    with apply(model, {"parts.0": "recompute", "*": "offload"}):
+        assert same(step(model, leaf()), expected)
+
+
 @pytest.mark.parametrize("plan", [{"parts.0": "recompute"}, {"*": "recompute"}])
 def test_a_forward_that_runs_a_backward_adds_to_gradients_once(plan):
     part = nn.Sequential(nn.LayerNorm(WIDTH), nn.SiLU())

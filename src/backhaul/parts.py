@@ -115,6 +115,14 @@ def node_of(tensor: Tensor) -> Any:
         return None
 
 
+def is_leaf(tensor: Tensor) -> bool:
+    """Say whether no node made a tensor. A view that nobody may use any more was made by one that cannot be asked for."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 def kind_of_maker(tensor: Tensor) -> str:
     """Return the kind of node that made a tensor."""
     return type(node_of(tensor)).__name__

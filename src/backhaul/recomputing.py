@@ -44,7 +44,7 @@ from backhaul.choices import Recording
 from backhaul.claims import depth_of, once_more
 from backhaul.interrupts import Around
 from backhaul.kinds import take_apart, why_it_stays
-from backhaul.parts import Part, State, flatten, has_state, is_cache, kind_of_maker, layout_of, plain_parts, storages_of, unflatten
+from backhaul.parts import Part, State, flatten, has_state, is_cache, is_leaf, kind_of_maker, layout_of, plain_parts, storages_of, unflatten
 from backhaul.remade import Made, Remade
 from backhaul.replaying import Surroundings
 from backhaul.rerunning import Rerun
@@ -187,7 +187,7 @@ class Unit:
             self.live.append((tensor, _torch.version_of(tensor)))
             for storage in storages_of(tensor):
                 self.storages[id(storage)] = storage
-            held = self.known[id(tensor)] = Input(self.keeper.promise(tensor), tensor.requires_grad, tensor.is_leaf)
+            held = self.known[id(tensor)] = Input(self.keeper.promise(tensor), tensor.requires_grad, is_leaf(tensor))
         return held
 
     def _accelerators(self) -> Collection[torch.device]:
