@@ -465,8 +465,8 @@ class Flow:
                 course.resize(step)
                 break
         else:
-            shrunk = [found for course in self._known if (found := course.shrunk(step)) is not None]
-            course = shrunk[0] if shrunk else Course(step)
+            shrunk: Course[FlowBlob] | None = next((found for known in self._known if (found := known.shrunk(step)) is not None), None)
+            course = Course(step) if shrunk is None else shrunk
         self._last = course
         self._past = [*self._past[1 - MOST_PAST :], course.kind]
         course.refine(link=self.link, budget=self.activation_budget)

@@ -10,7 +10,8 @@ link, greedily, with its whole future known, and it is a list of decisions for e
 * Copy out, whenever the lane is idle before the next event: the resident blob whose next use is furthest, if a round trip ends before that
   use. Without a budget, only if every reload that it joins can be in time.
 * Release, only when room is needed: the copied blob whose next use is furthest and whose copy has ended. Where there is none, compute
-  waits for the copy that ends first. Without a budget, release whatever has been copied.
+  waits for the copy that ends first. Without a budget, release whatever has been copied, and what has been used only if it can be back
+  in time for its next use.
 * Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
   later.
 
