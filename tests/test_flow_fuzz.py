@@ -137,7 +137,7 @@ def test_kinds_of_step_in_any_pattern_keep_the_books_and_the_budget(seed, budget
         times = play(device, script, lambda frame, key, size=size: size[frame, key], first=1000 * (number + 1), ends=ends, rng=rng)
         assert flow.resident_bytes == flow.ahead_bytes == 0
         if rng.random() < 0.8:
-            flow.times(times, [position for position in range(len(times)) if rng.random() < 0.1])
+            flow.times(times, [rng.random() for _ in times], [position for position in range(len(times)) if rng.random() < 0.1])
         elif rng.random() < 0.5:
             flow.times(times[1:])
 

@@ -87,7 +87,7 @@ def test_the_host_has_read_where_the_device_had_done_all_it_was_given():
         timeline.mark()
     clock.num_reached = 10
     timeline.end_step(learned=True)
-    assert timeline.finished() == ([float(ms) for ms in range(10)], [3, 7])
+    assert timeline.finished() == ([float(ms) for ms in range(10)], [0.0] * 10, [3, 7])
     assert timeline.finished() is None
 
 
@@ -95,9 +95,10 @@ def test_a_moment_counts_as_a_read_if_it_comes_in_every_step_and_not_if_the_host
     step, gaps, _ = recorded(num_microbatches=4)
     times = [sum(gaps[:position]) for position in range(len(gaps))]
     pace = Pace()
-    pace.measure(step, times, LINK, idle=[5, 9, 40])
-    pace.measure(step, times, LINK, idle=[9, 40, 77])
+    waited = [0.0] * len(times)
+    pace.measure(times, waited, idle=[5, 9, 40])
+    pace.measure(times, waited, idle=[9, 40, 77])
     assert pace.reads == [9, 40]
     for _ in range(3):
-        pace.measure(step, times, LINK, idle=range(len(times)))
+        pace.measure(times, waited, idle=range(len(times)))
     assert pace.reads == []

@@ -17,7 +17,7 @@ LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
 
 
-EARLY_PLANS = 4  # schedules of a step that are made without delay
+EARLY_PLANS = 4  # schedules of a step, each made as soon as there is news
 EARLY_TIMES = 8  # steps of a course that are timed one after the other; later every so many
 
 
@@ -34,7 +34,7 @@ class Course(Generic[Blob]):
         self.planned: list[float] = []  # and the gaps
         self.stale = False  # sizes or gaps are other ones by now
         self.num_since = 0  # steps begun since
-        self.num_made = 0  # schedules for this basis
+        self.num_made = 0  # schedules
         self.num_timed = 0  # steps
         self.num_untimed = 0  # steps begun since the last one that was timed
         self.restart([])
@@ -76,11 +76,11 @@ class Course(Generic[Blob]):
         found.num_made, found.num_timed = min(self.num_made, EARLY_PLANS - 1), self.num_timed
         return found
 
-    def measure(self, ms: Sequence[float], link: Link, *, doubt: float, idle: Iterable[int] = ()) -> None:
+    def measure(self, ms: Sequence[float], waited: Sequence[float], idle: Iterable[int] = ()) -> None:
         """Take the times of the latest step that has gone in this order."""
         self.num_timed += 1
         self.num_untimed = 0
-        self.pace.measure(self.step, ms, link, doubt=doubt, idle=idle)
+        self.pace.measure(ms, waited, idle)
         moved = sum(abs(gap - planned) for gap, planned in zip(self.pace.gaps, self.planned, strict=False))
         if moved > DRIFT * sum(self.planned):
             self.stale = True
@@ -111,19 +111,17 @@ class Course(Generic[Blob]):
         self.restart(blobs)
         self.num_since += 1
         self.num_untimed += 1
-        anew = self.basis != (link, budget)
-        if self.pace.gaps and (anew or (self.stale and self.num_made < EARLY_PLANS)):
-            self.num_made = 0 if anew else self.num_made
+        if self.pace.gaps and (self.basis is None or self.schedule is None or self.basis[1] != budget):
             self._plan(link, budget)
 
     def refine(self, *, link: Link, budget: int | None) -> None:
         """Make a better schedule for the next step, now that one has ended, if there is news.
 
-        Planning costs the host from tenths of a second to seconds. The first few plans are made as soon as they can be, at the beginning of
-        a step, where the device waits for them; later ones ever more rarely, and at the end of a step, where it still has work to do.
+        Planning costs the host from tenths of a second to seconds. At the end of a step the device still has work to do, at its beginning
+        it waits. The first few plans are made as soon as there is news, later ones ever more rarely.
         """
-        due = self.num_made >= EARLY_PLANS and self.num_since >= min(64, 8 << (self.num_made - EARLY_PLANS))
-        if self.stale and due and self.basis == (link, budget):
+        due = self.num_made < EARLY_PLANS or self.num_since >= min(64, 8 << (self.num_made - EARLY_PLANS))
+        if self.pace.gaps and ((self.stale and due) or self.basis != (link, budget)):
             self._plan(link, budget)
 
     def _plan(self, link: Link, budget: int | None) -> None:

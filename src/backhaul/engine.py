@@ -124,9 +124,7 @@ class Engine:
             return None
         with self.lock, self._steady:
             self.tidy_up()
-            if self.registry.frames:
-                self._measure()
-            else:
+            if not self.registry.frames:
                 self._measure(only_if_new=True)  # the device may be waiting for this step to begin
                 self.owned.refresh(self._alive())
                 for station in self.stations.values():

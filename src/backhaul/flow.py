@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 from backhaul.course import LAST, Course
 from backhaul.entries import COPYING_IN, COPYING_OUT, KEPT, RELEASED, RELOADED, RESIDENT, STALE, BlobState, FlowBlob, FlowFrame
-from backhaul.steps import DOUBT, Key, Step
+from backhaul.steps import Key, Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload
 
 __all__ = ["BlobState", "CopyOut", "Decision", "Flow", "Key", "Link", "Release", "Reload"]
@@ -231,15 +231,16 @@ class Flow:
         entry.state = RELOADED
         self._rank(entry)
 
-    def times(self, ms: Sequence[float], idle: Iterable[int] = ()) -> None:
+    def times(self, ms: Sequence[float], waited: Sequence[float] = (), idle: Iterable[int] = ()) -> None:
         """Take the times in ms at which the device reached each event of the last step, waits for our own copies included.
 
-        ``idle`` are the events before which it had done all that it had been given: the host has waited for it. The times are passed over
-        where nothing was learned from that step, or where an exception has cost some of them.
+        ``waited`` are these waits, in ms from each event to the next; by default there were none. ``idle`` are the events before which the
+        device had done all that it had been given: the host has waited for it. The times are passed over where nothing was learned from
+        that step, or where an exception has cost some of them.
         """
         course = self._last
         if course is not None and len(ms) == len(course.step.events):
-            course.measure(ms, self.link, doubt=DOUBT if self.activation_budget is None else 1.0, idle=idle)
+            course.measure(ms, waited or [0.0] * len(ms), idle)
 
     # -- residency -----------------------------------------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class Flow:
         entry.state = COPYING_OUT
         if self.scheduled:
             entry.ends = self._out_ends = max(self._out_ends, self._now()) + entry.num_bytes / self.link.d2h_gbps / 1e6
-        self._issue(CopyOut, entry)
+        self._decisions.append(CopyOut(entry.token))
         self._rank(entry)
 
     def _release(self, entry: FlowBlob) -> None:
@@ -272,19 +273,14 @@ class Flow:
         entry.state = RELEASED
         entry.rank = STALE
         self._depart(entry)
-        self._issue(Release, entry)
+        self._decisions.append(Release(entry.token))
 
     def _reload(self, entry: FlowBlob) -> None:
         entry.state = COPYING_IN
         self.ahead_bytes += entry.num_bytes
         self._arrive(entry)
-        self._issue(Reload, entry)
+        self._decisions.append(Reload(entry.token))
         self._rank(entry)
-
-    def _issue(self, kind: type[CopyOut] | type[Release] | type[Reload], entry: FlowBlob) -> None:
-        self._decisions.append(kind(entry.token))
-        if entry.item >= 0:
-            self._step.issued.append((len(self._step.events) - 1, kind(entry.item)))
 
     def _rank(self, entry: FlowBlob) -> None:
         """Queue a resident blob for release: furthest use first, as far as uses are known; else oldest first; what has been used last."""

@@ -26,7 +26,7 @@ sizes change from step to step, where they are spares.
 
 import heapq
 import math
-from bisect import insort
+from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -105,6 +105,8 @@ class _Table:
             movable -= sum(step.sizes[item] for item in self.drops.get(position, ()))
             movable += step.sizes[event] if event >= 0 else 0
             self.alive.append(movable + step.fixed[position])
+        peaks = zip(self.alive, (*self.alive[1:], 0), range(num_events), strict=True)
+        self.peaks = [position for alive, after, position in peaks if alive > after]
         frames: dict[int, list[tuple[float, int]]] = {}
         for item, (ordinal, _) in enumerate(step.names):
             end = self.needs[item][0] if self.needs[item] else num_events
@@ -395,10 +397,12 @@ class _Play:
         if self.quiet == math.inf or room is None:
             return
         # Bytes that have to be released, by event, beside those that can be at once, against what so much of the lane moves until then.
-        pressing = self.resident_bytes - room - sum(self.sizes[item] for use, item in self.copied if self._is_at_hand(-use, item))
+        at_hand = (item for use, item in self.copied if self.next_use[item] == -use and self.resident[item])
+        pressing = self.resident_bytes - room - sum(map(self.sizes.__getitem__, at_hand))
         returning = iter((*self.absent, (self.num_events, -1)))
         use, item = next(returning)
-        for later in range(position + 1, self.num_events):
+        for peak in range(bisect(table.peaks, position), len(table.peaks)):
+            later = table.peaks[peak]
             while use < later:
                 pressing += self.sizes[item]
                 use, item = next(returning)
@@ -408,9 +412,6 @@ class _Play:
             if pressing + table.alive[later] - table.alive[position] > POLITE * ms / self.wire.out_ms:
                 self.quiet = math.inf
                 return
-
-    def _is_at_hand(self, use: int, item: int) -> bool:
-        return self.resident[item] and use == self.next_use[item]
 
     def _disturbs(self, item: int) -> bool:
         """Say whether a copy out would run into a moment at which the host reads, and can wait until it has."""

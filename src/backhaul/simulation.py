@@ -76,6 +76,7 @@ def simulate(flow: Flow, events: Iterable[Event], *, link: Link | None = None, t
     opened: set[int] = set()
     ended: list[Event] = []
     times: list[float] = []
+    waited: list[float] = []
     timeline: list[tuple[float, int]] = []
 
     def drop_ended() -> None:
@@ -88,8 +89,9 @@ def simulate(flow: Flow, events: Iterable[Event], *, link: Link | None = None, t
         ended.clear()
         if not opened and times:
             if timed:
-                flow.times(times)
+                flow.times(times, waited)
             times.clear()
+            waited.clear()
 
     for position, event in enumerate(events):
         if isinstance(event, Save):
@@ -108,11 +110,15 @@ def simulate(flow: Flow, events: Iterable[Event], *, link: Link | None = None, t
             decisions = flow.needed(tokens[name])
         if flow.num_events > num_events:
             times.append(begin)
+            waited.append(0.0)
         for decision in decisions:
             wire.play(decision, sizes[decision.blob])
         timeline.append((wire.now, flow.resident_bytes))
         if isinstance(event, Need):
             wire.wait_in(tokens[name])
+        if waited:
+            waited[-1] += wire.now - begin
+        if isinstance(event, Need):
             wire.advance(wire.now + event.compute_ms)
         if last[name] == position:
             ended.append(event)

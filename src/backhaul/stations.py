@@ -37,13 +37,13 @@ class Station:
         self.device = device
         self.activation_budget = activation_budget
         self.clock = clock_of(device)
-        self.waits = Waits(self.clock)
         self.rates = (1.0, 1.0)  # of the tier, as flow.py was last told; in GB/s
         self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id or handle
         self.dropped: list[UntypedStorage] = []  # held until nobody else has it, and then
         self.limbo: deque[tuple[list[Any], list[UntypedStorage]]] = deque()  # until the streams have passed these points
         self.flow = Flow(activation_budget=activation_budget)
         self.timeline = Timeline(self.clock)
+        self.waits = Waits(self.clock, self.timeline)
         self._earlier_peak = 0
         self._budget_is_met = False
 
@@ -77,7 +77,7 @@ class Station:
         """Forget what was learned. Nothing that was counted may be alive."""
         self._earlier_peak = self.peak_resident_bytes
         self.flow = Flow(activation_budget=self.activation_budget)
-        self.timeline = Timeline(self.clock)
+        self.timeline.end_step(learned=False)
 
     def current_stream(self) -> torch.Stream | None:
         """Return the current stream, and remember it as one that computes; ``None`` on a device without streams."""
@@ -126,5 +126,5 @@ class Station:
 
     def mark(self) -> None:
         """Stamp the event that flow.py has just recorded, if it has."""
-        if self.timeline.is_watched and self.flow.num_events > len(self.timeline.stamps):
+        if self.timeline.is_watched and self.flow.num_events > self.timeline.num_marks:
             self.timeline.mark()

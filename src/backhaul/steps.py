@@ -1,6 +1,6 @@
 """The record of a step, and its pace.
 
-Covers: which blobs were saved and needed in which order, what was decided about them, and the compute time in between.
+Covers: which blobs were saved and needed in which order, and the compute time in between.
 Does not cover: expecting a step again (course.py), or finding a better schedule for it (scheduling.py).
 """
 
@@ -8,13 +8,10 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from backhaul.wire import CopyOut, Decision, Link, Wire
-
 Key = Hashable  # names a blob from step to step, within its frame: (fqn, call, pack)
 
-DOUBT = 1.1  # of a first step's waits, where nothing shall wait in the next
 MOST_READS = 0.2  # of the events of a step that can be reads of the host
-JITTER = 1.03  # what the compute of a step may take more than the sum of its least gaps
+JITTER = 1.03  # what the compute of a step may take more than the sum of its typical gaps
 
 
 @dataclass
@@ -30,7 +27,6 @@ class Step:
     sizes: list[int] = field(default_factory=list)  # by item: bytes
     drops: list[int] = field(default_factory=list)  # by item: the event before which it was dropped
     fixed: list[int] = field(default_factory=list)  # by event: resident bytes that cannot move
-    issued: list[tuple[int, Decision]] = field(default_factory=list)  # (event, decision on an item), as the step went
 
     def index(self) -> tuple[list[int], list[list[int]]]:
         """Return by item the event that saved it, and the events that needed it."""
@@ -50,7 +46,7 @@ class Pace:
     def __init__(self) -> None:
         self.gaps: list[float] = []  # by event: ms of compute until the next; empty while nothing was measured
         self.reads: list[int] = []  # events just before which the host read from the device
-        self._seen: deque[list[tuple[bool, float]]] = deque(maxlen=4)  # the latest steps, by event: whether compute waited, ms of compute
+        self._seen: deque[list[float]] = deque(maxlen=4)  # the same of the latest steps
         self._idle: deque[frozenset[int]] = deque(maxlen=3)  # the latest steps: events at which the device had done all before
 
     def only(self, positions: Sequence[int]) -> "Pace":
@@ -60,45 +56,24 @@ class Pace:
             ends = (*positions[1:], len(gaps))
             return [sum(gaps[begin:end]) for begin, end in zip(positions, ends, strict=True)]
 
-        def merged(found: list[tuple[bool, float]]) -> list[tuple[bool, float]]:
-            waited = sums([float(waited) for waited, _ in found])
-            return list(zip(map(bool, waited), sums([gap for _, gap in found]), strict=True))
-
         index = {position: place for place, position in enumerate(positions)}
         found = Pace()
         found.gaps = sums(self.gaps) if self.gaps else []
         found.reads = [index[position] for position in self.reads if position in index]
-        found._seen.extend(map(merged, self._seen))
+        found._seen.extend(map(sums, self._seen))
         found._idle.extend(frozenset(index[each] for each in idle if each in index) for idle in self._idle)
         return found
 
-    def measure(self, step: Step, ms: Sequence[float], link: Link, *, doubt: float = 1.0, idle: Iterable[int] = ()) -> None:
-        """Take the times at which the device reached each event, less what it waited for our copies, and the events that found it ``idle``.
-
-        Waits are taken for ``doubt`` times what the link explains: above 1, compute is rather taken for too short than for too long.
-        """
+    def measure(self, ms: Sequence[float], waited: Sequence[float], idle: Iterable[int] = ()) -> None:
+        """Take the times at which the device reached each event, what it then ``waited`` for our copies, and the events that found it idle."""
         self._idle.append(frozenset(idle))
         # More of them, and the host is too slow to keep the device busy: there is no moment to keep clear.
         always = sorted(frozenset.intersection(*self._idle))
         self.reads = always if len(always) <= MOST_READS * len(ms) else []
-        wire = Wire(link)
-        found: list[tuple[bool, float]] = []
-        issued = iter((*step.issued, (len(step.events), CopyOut(-1))))
-        at, decision = next(issued)
-        for position, (begin, end) in enumerate(zip(ms, (*ms[1:], ms[-1]), strict=True)):
-            wire.advance(begin)
-            begin = max(begin, wire.now)
-            while at == position:
-                wire.play(decision, step.sizes[decision.blob])
-                at, decision = next(issued)
-            event = step.events[position]
-            if event < 0:
-                wire.wait_in(~event)
-            waited = wire.now - begin
-            found.append((waited > 0, max(0.0, end - begin - doubt * waited)))
-        self._seen.append(found)
-        # What did not wait is known best. Of the rest, and where the link is slower than is believed, the least is nearest to the truth.
-        least = [min(each)[1] for each in zip(*self._seen, strict=True)]
-        # Where gaps jitter, the least of each is too little in sum; yet the whole step may hold more waits than were explained.
-        scale = min(JITTER, min(sum(gap for _, gap in each) for each in self._seen) / (sum(least) or 1.0))
-        self.gaps = [gap * max(1.0, scale) for gap in least]
+        ends = (*ms[1:], ms[-1])
+        self._seen.append([max(0.0, end - begin - stall) for begin, end, stall in zip(ms, ends, waited, strict=True)])
+        middle = (len(self._seen) - 1) // 2
+        typical = [sorted(each)[middle] for each in zip(*self._seen, strict=True)]
+        # Where gaps jitter, what is typical of each is too little in sum.
+        scale = min(JITTER, min(map(sum, self._seen)) / (sum(typical) or 1.0))
+        self.gaps = [gap * max(1.0, scale) for gap in typical]

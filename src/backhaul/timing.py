@@ -7,6 +7,7 @@ Does not cover: what the times are used for (flow.py, reporting.py).
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -67,44 +68,67 @@ def clock_of(device: torch.device) -> Clock:
     return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
+@dataclass
+class Marks:
+    """The stamps of one step."""
+
+    stamps: list[Any] = field(default_factory=list)
+    idle: list[int] = field(default_factory=list)  # marks before which the work had come to the mark before
+    waits: list[tuple[int, Any, Any]] = field(default_factory=list)  # (the mark before, begin, end)
+
+
 class Timeline:
     """The stamps of the step at hand, and those of the one before until they have been told."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.is_watched = True  # whether the step at hand is stamped
-        self.stamps: list[Any] = []
-        self.idle: list[int] = []  # marks before which the work had come to the mark before
-        self._ended: tuple[list[Any], list[int]] = ([], [])
+        self._marks, self._ended = Marks(), Marks()
+
+    @property
+    def num_marks(self) -> int:
+        """Marks of the step at hand."""
+        return len(self._marks.stamps)
 
     def mark(self) -> None:
-        stamps = self.stamps
-        if stamps and self.clock.reached(stamps[-1]):
-            self.idle.append(len(stamps))
-        stamps.append(self.clock.stamp())
+        """Stamp this point."""
+        marks = self._marks
+        if marks.stamps and self.clock.reached(marks.stamps[-1]):
+            marks.idle.append(len(marks.stamps))
+        marks.stamps.append(self.clock.stamp())
+
+    def waited(self, begin: Any, end: Any) -> None:
+        """Note two stamps between which compute waited, both after the latest mark."""
+        if self._marks.stamps:
+            self._marks.waits.append((self.num_marks - 1, begin, end))
 
     def end_step(self, *, learned: bool) -> None:
         """Keep the stamps to be told, if the step is one to learn from."""
-        self._ended = (self.stamps, self.idle) if learned else ([], [])
-        self.stamps, self.idle = [], []
+        self._ended = self._marks if learned else Marks()
+        self._marks = Marks()
 
-    def finished(self) -> tuple[Sequence[float], Sequence[int]] | None:
+    def finished(self) -> tuple[Sequence[float], Sequence[float], Sequence[int]] | None:
         """Return, once, the milliseconds from the first mark of the last step to each of its marks, if all have been reached.
 
-        With them come the marks at which the device was idle: it had done all that it had been given before.
+        With them come, for each mark, the milliseconds after it that compute waited, and the marks at which the device was idle: it had
+        done all that it had been given before.
         """
-        stamps, idle = self._ended
-        if not stamps or not self.clock.reached(stamps[-1]):
+        marks, between_ms = self._ended, self.clock.between_ms
+        if not marks.stamps or not self.clock.reached(marks.stamps[-1]) or not all(self.clock.reached(end) for _, _, end in marks.waits):
             return None
-        self._ended = ([], [])
-        return [self.clock.between_ms(stamps[0], stamp) for stamp in stamps], idle
+        self._ended = Marks()
+        waited = [0.0] * len(marks.stamps)
+        for place, begin, end in marks.waits:
+            waited[place] += between_ms(begin, end)
+        return [between_ms(marks.stamps[0], stamp) for stamp in marks.stamps], waited, marks.idle
 
 
 class Waits:
     """The time that compute waited for copies."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, timeline: Timeline) -> None:
         self.clock = clock
+        self.timeline = timeline
         self._open: deque[tuple[Any, Any]] = deque()
         self._total_ms = 0.0
 
@@ -117,7 +141,9 @@ class Waits:
         try:
             wait()
         finally:
-            self._open.append((begin, self.clock.stamp()))
+            end = self.clock.stamp()
+            self._open.append((begin, end))
+            self.timeline.waited(begin, end)
 
     @property
     def total_ms(self) -> float:

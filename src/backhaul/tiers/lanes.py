@@ -31,7 +31,7 @@ from backhaul.tiers.streams import Event, Stream, Streams, streams_of
 
 CHUNK_BYTES = 32 * 2**20
 _LARGE_BYTES = 16 * 2**20  # smaller copies say little about the rate
-_WEIGHT = 0.1  # of the latest copy in the running estimate of the rate
+_WEIGHT = 0.02  # of the latest copy in the running estimate of the rate, once there have been many
 
 
 class LaneTransfer(Transfer):
@@ -85,6 +85,7 @@ class Lane:
         self._last_chunk: Event | None = None
         self._in_flight: dict[int, LaneTransfer] = {}  # by number, so in the order in which they end
         self.last_number = 0  # of the last copy that was queued
+        self._num_measured = 0
         self.rate_gbps: float | None = None  # a running estimate from large copies; None before the first has ended
 
     def copy(
@@ -152,8 +153,10 @@ class Lane:
 
     def _measure(self, transfer: LaneTransfer) -> None:
         if transfer.num_bytes >= _LARGE_BYTES:
+            self._num_measured += 1
             gbps = transfer.num_bytes / transfer.elapsed_ms() / 1e6
-            self.rate_gbps = gbps if self.rate_gbps is None else self.rate_gbps + _WEIGHT * (gbps - self.rate_gbps)
+            before = gbps if self.rate_gbps is None else self.rate_gbps
+            self.rate_gbps = before + max(_WEIGHT, 1 / self._num_measured) * (gbps - before)
 
 
 @dataclass(frozen=True)
