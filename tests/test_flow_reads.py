@@ -1,11 +1,13 @@
 """Copies keep out of the way of the host's own reads: a router's counts, an ``.item()``."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from backhaul.scheduling import Schedule, schedule
 from backhaul.steps import Pace, Step
 from backhaul.timing import Timeline
-from backhaul.wire import Wire
+from backhaul.wire import Release, Wire
 from tests.flow_workload import BACKWARD_MS, FORWARD_MS, LAYER, LINK, one_f_one_b
 
 ROUTER = 9  # what a layer saves before its router reads counts on the host
@@ -50,7 +52,7 @@ def busy_reads(step: Step, gaps: list[float], reads: list[int], plan: Schedule) 
     return busy
 
 
-@pytest.mark.parametrize(("budget_gb", "share"), [(32, 0.25), (28, 0.35), (23.5, 0.4)])
+@pytest.mark.parametrize(("budget_gb", "share"), [(32, 0.4), (28, 0.45), (23.5, 0.45)])
 def test_few_reads_find_the_lane_busy_and_compute_waits_no_longer_for_it(budget_gb, share):
     step, gaps, reads = recorded()
     plain = schedule(step, gaps, link=LINK, budget=int(budget_gb * 1e9)).without_spares()
@@ -58,6 +60,22 @@ def test_few_reads_find_the_lane_busy_and_compute_waits_no_longer_for_it(budget_
     assert busy_reads(step, gaps, reads, polite) <= share * len(reads)
     assert busy_reads(step, gaps, reads, polite) < 0.8 * busy_reads(step, gaps, reads, plain)
     assert polite.stall_ms <= plain.stall_ms + 0.001 * sum(gaps)
+
+
+@pytest.mark.parametrize("budget_gb", [None, 32, 28, 23.5])
+def test_just_after_a_read_little_is_issued(budget_gb):
+    step, gaps, reads = recorded()
+    budget = None if budget_gb is None else int(budget_gb * 1e9)
+
+    def issued_bytes(plan: Schedule, events: Iterable[int]) -> int:
+        issued = [each for position in events for each in plan.decisions.get(position, ()) if not isinstance(each, Release)]
+        return sum(step.sizes[each.blob] for each in issued)
+
+    after = [position for read in reads for position in range(read, read + 2) if sum(gaps[read:position]) < 1]
+    polite = schedule(step, gaps, link=LINK, budget=budget, reads=reads)
+    plain = schedule(step, gaps, link=LINK, budget=budget)
+    assert issued_bytes(polite, after) <= 0.02 * issued_bytes(polite, range(len(gaps)))
+    assert issued_bytes(plain, after) > 0.05 * issued_bytes(plain, range(len(gaps)))
 
 
 class ScriptedClock:
@@ -92,7 +110,7 @@ def test_the_host_has_read_where_the_device_had_done_all_it_was_given():
 
 
 def test_a_moment_counts_as_a_read_if_it_comes_in_every_step_and_not_if_the_host_is_always_late():
-    step, gaps, _ = recorded(num_microbatches=4)
+    _, gaps, _ = recorded(num_microbatches=4)
     times = [sum(gaps[:position]) for position in range(len(gaps))]
     pace = Pace()
     waited = [0.0] * len(times)

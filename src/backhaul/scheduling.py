@@ -15,9 +15,9 @@ link, greedily, with its whole future known, and it is a list of decisions for e
 * Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
   later.
 
-Where the host reads from the device (``.item()``, a router's counts), its small copy waits for the chunk on the copy engine, and the device
-has nothing to do meanwhile. So a copy out does not run into such a moment, nor is one issued just after it, as long as the budget
-leaves time for that.
+Where the host reads from the device (``.item()``, a router's counts), its small copy waits for the chunk on the copy engine, and then the
+device has nothing to do until the host has gone on. So a copy out does not run into such a moment, and little is issued just after it: what
+is due then is issued before. Copies out may have to do without such manners where the budget is tight: both is played.
 
 Bytes moved beyond what the budget needs slow down the other direction and the compute beside them, so only the longest-lived share of each
 frame may leave. A few shares are played, and the one that costs least is kept; copies of what is then never released are left out, unless
@@ -34,7 +34,10 @@ from backhaul.steps import Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 
 COPY_COST = 0.01  # ms that a ms of copying costs the compute beside it
-SLACK_MS = 2.0  # reloads start so much sooner than they must
+READ_COST = 0.35  # ms that a read of the host takes longer while the lane to the tier is busy: about half of a chunk
+ISSUE_COST = 1e-9  # ms a byte that it takes to issue a copy: 30 us a chunk
+SLACK_MS = 2.0  # reloads start so much sooner than they must,
+MOMENT_MS = 0.01  # or only so much where the host is busy
 TRUST = 0.98  # of the link's rates, so that copies that are a little late do not delay all that follow
 HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of the next
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
@@ -77,11 +80,13 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
     excess = 1 - budget / (max(table.alive) or 1)
     if excess <= 0:
         return Schedule({}, table.at, 0.0, 0.0)
-    best = _Play(table, link, budget, 1.0).run()
-    for surplus in SURPLUS:
-        if excess * surplus < 1:
-            best = min(best, _Play(table, link, budget, excess * surplus).run(limit=best.cost_ms), key=lambda each: each.cost_ms)
-    return best
+    best, best_share = _Play(table, link, budget, 1.0).run(), 1.0
+    for share in (excess * surplus for surplus in SURPLUS if excess * surplus < 1):
+        found = _Play(table, link, budget, share).run(limit=best.cost_ms)
+        if found.cost_ms < best.cost_ms:
+            best, best_share = found, share
+    rude = _Play(table, link, budget, best_share, polite=False).run(limit=best.cost_ms) if reads else best
+    return min(best, rude, key=lambda each: each.cost_ms)
 
 
 class _Table:
@@ -96,6 +101,9 @@ class _Table:
         for gap in gaps:
             self.at.append(self.at[-1] + gap)
         num_events = len(step.events)
+        self.since: list[float] = []  # by event: when the host read last
+        self.free_at = [0.0] * num_events  # by event: when the next one comes at which the host is not busy after a read
+        self._find_free_moments()
         self.drops: dict[int, list[int]] = {}
         for item, event in enumerate(step.drops):
             self.drops.setdefault(min(event, num_events), []).append(item)
@@ -119,12 +127,28 @@ class _Table:
                 self.depth[item] = longer / (total or 1)
                 longer += step.sizes[item]
 
+    def _find_free_moments(self) -> None:
+        since, reads = -math.inf, set(self.reads)
+        for position, at in enumerate(self.at[:-1]):
+            since = at if position in reads else since
+            self.since.append(since)
+        free_at = self.at[-1]
+        for position in range(len(self.since) - 1, -1, -1):
+            self.free_at[position] = free_at
+            if not self.is_busy(position):
+                free_at = self.at[position]
+
+    def is_busy(self, position: int) -> bool:
+        """Say whether the host has just read from the device, which has nothing to do until the host goes on."""
+        return self.at[position] - self.since[position] < BUSY_MS
+
 
 class _Play:
     """One playing of a step against the wire, in which the share of each frame that lives longest may leave."""
 
-    def __init__(self, table: _Table, link: Link, budget: int | None, share: float) -> None:
+    def __init__(self, table: _Table, link: Link, budget: int | None, share: float, *, polite: bool = True) -> None:
         self.table = table
+        self.polite = polite  # copies to the tier keep out of the host's way where they can afford to
         self.budget = budget
         self.share = share
         self.wire = Wire(link)
@@ -148,8 +172,8 @@ class _Play:
         self.slip = 0.0  # ms of stall so far
         self.num_reads = 0  # of the host, so far
         self.quiet = math.inf  # when the host reads next, were there no more stalls; inf where copies need not care
-        self.since = -math.inf  # when it read last, likewise
         self.host_is_busy = False
+        self.host_ms = 0.0  # that the host is kept from giving the device work
 
     def run(self, limit: float = math.inf) -> Schedule:
         """Play the step to its end, or until it costs more than ``limit``."""
@@ -164,7 +188,9 @@ class _Play:
             room = None if self.budget is None else self.budget - table.step.fixed[position]
             if self.num_reads < len(table.reads) and (position >= table.reads[self.num_reads] or not position):
                 self._mind_the_host(position, room)
-            self.host_is_busy = self.quiet < math.inf and table.at[position] - self.since < BUSY_MS > gaps[position]
+            was_busy, self.host_is_busy = self.host_is_busy, table.is_busy(position)
+            if self.host_is_busy and not was_busy and wire.backlog_out():
+                self.host_ms += READ_COST
             if event >= 0:
                 self._arrive(item)
                 self._offer(item)
@@ -178,8 +204,11 @@ class _Play:
             if room is None:
                 self._release_copied(item)
             is_alone = event < 0 and self.resident_bytes == self.sizes[item] and table.step.drops[item] <= position + 1
-            self._reload_until(due, room + self.sizes[item] if room is not None and is_alone else room)
-            self._copy_out_until(due)
+            if room is not None and is_alone:
+                room += self.sizes[item]
+            busy_ms = max(0.0, table.free_at[position] - table.at[position] - gaps[position])
+            self._reload_until(due + busy_ms, room)
+            self._copy_out_until(due + busy_ms if self.quiet == math.inf else due)
             if event < 0:
                 wire.wait_in(item)
                 self._offer_again(item)
@@ -190,7 +219,12 @@ class _Play:
                 return Schedule(self.decisions, self.at, self.slip, math.inf)
             wire.advance(wire.now + gaps[position])
         copied_ms = wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms
-        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * copied_ms)
+        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * copied_ms + self.host_ms)
+
+    def _keep_host(self, item: int) -> None:
+        """Count what it costs to issue a copy of the item."""
+        if self.host_is_busy:
+            self.host_ms += ISSUE_COST * self.sizes[item]
 
     def _arrive(self, item: int) -> None:
         self.resident[item] = True
@@ -250,6 +284,7 @@ class _Play:
         self._unlist(item)
         self._arrive(item)
         self.issued.append(Reload(item))
+        self._keep_host(item)
         self.wire.copy_in(item, self.sizes[item])
 
     def _release(self, item: int) -> None:
@@ -264,6 +299,7 @@ class _Play:
 
     def _copy_out(self, item: int) -> None:
         self.issued.append(CopyOut(item))
+        self._keep_host(item)
         self.wire.copy_out(item, self.sizes[item])
         self.has_copy[item] = True
         if self.budget is None:
@@ -327,7 +363,7 @@ class _Play:
         Where nothing is resident but what the node at work has been given, and that goes with it, the budget is for what comes after.
         """
         wire = self.wire
-        due += SLACK_MS
+        due = wire.now + MOMENT_MS if self.host_is_busy else due + SLACK_MS
         while self.absent and wire.now + wire.backlog_in() < due:
             if self.latest_start == -math.inf:
                 self.latest_start = self._latest_start()
@@ -358,7 +394,7 @@ class _Play:
     def _copy_out_until(self, due: float) -> None:
         """Keep the lane to the tier busy until then."""
         wire = self.wire
-        while self.leavers and wire.now + wire.backlog_out() < due and not self.host_is_busy:
+        while self.leavers and wire.now + wire.backlog_out() < due and not (self.host_is_busy and self.quiet < math.inf):
             use, item = -self.leavers[0][0], self.leavers[0][1]
             if not self.resident[item] or self.has_copy[item] or use != self.next_use[item]:
                 heapq.heappop(self.leavers)
@@ -391,9 +427,9 @@ class _Play:
         table = self.table
         while self.num_reads < len(table.reads) and table.reads[self.num_reads] <= position:
             self.num_reads += 1
-        if self.num_reads:
-            self.since = table.at[position]
         self.quiet = table.at[table.reads[self.num_reads]] if self.num_reads < len(table.reads) else math.inf
+        if not self.polite:
+            self.quiet = math.inf
         if self.quiet == math.inf or room is None:
             return
         # Bytes that have to be released, by event, beside those that can be at once, against what so much of the lane moves until then.
@@ -416,7 +452,7 @@ class _Play:
     def _disturbs(self, item: int) -> bool:
         """Say whether a copy out would run into a moment at which the host reads, and can wait until it has."""
         took = self.sizes[item] * self.wire.out_ms
-        fits = took < self.quiet - self.since - QUIET_MS  # between two reads at all
+        fits = took < self.quiet - self.table.since[len(self.at) - 1] - QUIET_MS  # between two reads at all
         return fits and self.wire.now + self.wire.backlog_out() + took > self.quiet + self.slip - QUIET_MS
 
     def _release_copied(self, spared: int) -> None:

@@ -65,7 +65,7 @@ class Pace:
         return found
 
     def measure(self, ms: Sequence[float], waited: Sequence[float], idle: Iterable[int] = ()) -> None:
-        """Take the times at which the device reached each event, what it then ``waited`` for our copies, and the events that found it idle."""
+        """Take the times at which the device reached each event, what it then waited for our copies, and the events that found it idle."""
         self._idle.append(frozenset(idle))
         # More of them, and the host is too slow to keep the device busy: there is no moment to keep clear.
         always = sorted(frozenset.intersection(*self._idle))
