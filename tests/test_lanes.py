@@ -231,3 +231,21 @@ def test_the_rate_is_measured_from_large_copies(monkeypatch):
         device.run()
         lane.prune()
     assert lane.rate_gbps == 200 / 1e6  # in the one millisecond that everything takes here
+
+
+def test_copies_beside_others_do_not_pass_for_the_rate(monkeypatch):
+    device = SimulatedDevice(monkeypatch)
+    monkeypatch.setattr(lanes, "_LARGE_BYTES", 128)
+    lane = device.lanes.d2h
+    assert lane.rate_gbps is None
+    for num in range(100):
+        size = 500 if num % 8 == 0 else 450  # seven in eight take as long for less
+        lane.copy(torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8))
+        device.run()
+        lane.prune()
+    assert lane.rate_gbps == 500 / 1e6
+    for _ in range(lanes._LATEST):  # the link has become slower
+        lane.copy(torch.zeros(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8))
+        device.run()
+        lane.prune()
+    assert lane.rate_gbps == 200 / 1e6

@@ -13,6 +13,7 @@ from backhaul.wire import Link
 
 FEW = 0.1  # of the items of a step may be missing for it to be the same step
 DRIFT = 0.05  # of the compute of a step that may be elsewhere than planned
+MUCH = 0.1  # by which the link may have changed before another plan cannot wait
 LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
 
@@ -121,7 +122,8 @@ class Course(Generic[Blob]):
         it waits. The first few plans are made as soon as there is news, later ones ever more rarely.
         """
         due = self.num_made < EARLY_PLANS or self.num_since >= min(64, 8 << (self.num_made - EARLY_PLANS))
-        if self.pace.gaps and ((self.stale and due) or self.basis != (link, budget)):
+        anew = self.basis is None or self.basis[1] != budget or not self.basis[0].is_like(link, share=MUCH)
+        if self.pace.gaps and (anew or (due and (self.stale or self.basis != (link, budget)))):
             self._plan(link, budget)
 
     def _plan(self, link: Link, budget: int | None) -> None:

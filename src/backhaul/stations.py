@@ -26,7 +26,7 @@ from backhaul.tiers.base import Transfer
 from backhaul.tiers.pools import in_current_pool
 from backhaul.timing import Timeline, Waits, clock_of
 
-RATE_CHANGE = 0.1  # a smaller change of the tier's speed is no reason to plan again
+RATE_CHANGE = 0.03  # a smaller change of the tier's speed is no reason to plan again
 DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 
 

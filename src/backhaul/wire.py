@@ -39,6 +39,11 @@ class Link:
     h2d_gbps: float
     both_gbps: float
 
+    def is_like(self, other: "Link", *, share: float) -> bool:
+        """Say whether no rate of the other link differs by more than this share."""
+        pairs = ((self.d2h_gbps, other.d2h_gbps), (self.h2d_gbps, other.h2d_gbps), (self.both_gbps, other.both_gbps))
+        return all(abs(one - two) <= share * one for one, two in pairs)
+
     def slower(self, factor: float) -> "Link":
         """Return the link at this part of its rates."""
         return Link(d2h_gbps=self.d2h_gbps * factor, h2d_gbps=self.h2d_gbps * factor, both_gbps=self.both_gbps * factor)

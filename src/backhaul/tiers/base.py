@@ -99,7 +99,7 @@ class Tier(abc.ABC):
 
     @property
     def rates_gbps(self) -> tuple[float, float] | None:
-        """How fast the tier has been of late, into it and out of it, in GB/s; ``None`` while it has not been measured."""
+        """How fast the tier has been of late, into it and out of it, each by itself, in GB/s; ``None`` while that is not known."""
         return None
 
     @property

@@ -179,7 +179,7 @@ class PinnedHost(Tier):
 
     @property
     def rates_gbps(self) -> tuple[float, float] | None:
-        """How fast the lanes of late have been, out of the device and into it; of the first device that has used both."""
+        """How fast each lane has been of late by itself, out of the device and into it; of the first device that has used both."""
         for memory in list(_memories.values()):
             rates = memory.rates_gbps
             if rates is not None:
@@ -273,9 +273,8 @@ class _Memory:
     @property
     def rates_gbps(self) -> tuple[float, float] | None:
         lanes = self._locked.lanes
-        if lanes is None or lanes.d2h.rate_gbps is None or lanes.h2d.rate_gbps is None:
-            return None
-        return lanes.d2h.rate_gbps, lanes.h2d.rate_gbps
+        d2h, h2d = (None, None) if lanes is None else (lanes.d2h.rate_gbps, lanes.h2d.rate_gbps)
+        return None if d2h is None or h2d is None else (d2h, h2d)
 
     @property
     def held_bytes(self) -> int:

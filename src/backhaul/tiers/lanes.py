@@ -20,6 +20,7 @@ Nothing waits on the host. Each edge is one function below, and a test takes eac
 """
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ from backhaul.tiers.streams import Event, Stream, Streams, streams_of
 
 CHUNK_BYTES = 32 * 2**20
 _LARGE_BYTES = 16 * 2**20  # smaller copies say little about the rate
-_WEIGHT = 0.02  # of the latest copy in the running estimate of the rate, once there have been many
+_LATEST = 512  # large copies that the rate is told from,
+_BESIDE = 0.9  # of which so many may have run beside traffic the other way, which takes a tenth of the rate
 
 
 class LaneTransfer(Transfer):
@@ -85,8 +87,7 @@ class Lane:
         self._last_chunk: Event | None = None
         self._in_flight: dict[int, LaneTransfer] = {}  # by number, so in the order in which they end
         self.last_number = 0  # of the last copy that was queued
-        self._num_measured = 0
-        self.rate_gbps: float | None = None  # a running estimate from large copies; None before the first has ended
+        self._rates: deque[float] = deque(maxlen=_LATEST)  # of large copies, in GB/s
 
     def copy(
         self, target: Tensor, source: Tensor, *, store: LaneTransfer | None = None, last_use: LaneTransfer | None = None
@@ -151,12 +152,16 @@ class Lane:
             _wait_previous_chunk(stream, self._last_chunk)
         return stream
 
+    @property
+    def rate_gbps(self) -> float | None:
+        """How fast this direction is by itself, from the faster ones of the latest large copies; ``None`` before the first has ended."""
+        with self._lock:
+            rates = sorted(self._rates)
+        return rates[int(_BESIDE * len(rates))] if rates else None
+
     def _measure(self, transfer: LaneTransfer) -> None:
         if transfer.num_bytes >= _LARGE_BYTES:
-            self._num_measured += 1
-            gbps = transfer.num_bytes / transfer.elapsed_ms() / 1e6
-            before = gbps if self.rate_gbps is None else self.rate_gbps
-            self.rate_gbps = before + max(_WEIGHT, 1 / self._num_measured) * (gbps - before)
+            self._rates.append(transfer.num_bytes / transfer.elapsed_ms() / 1e6)
 
 
 @dataclass(frozen=True)
