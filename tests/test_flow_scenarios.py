@@ -233,3 +233,20 @@ def test_a_budget_of_one_layer_s_input_hides_the_copies_of_all():
     assert playback.out_bytes >= 11 * num_bytes
     assert playback.stall_ms < 0.1
     assert playback.peak_resident_bytes <= 2 * num_bytes
+
+
+def test_without_a_budget_a_link_that_others_use_too_is_found_out():
+    flow = flow_of(None)
+    slow = LINK.slower(0.75)
+    first = train(flow, W1, W1, link=slow)
+    assert first.stall_fraction > 0.02
+    settled = train(flow, *[W1] * 12, link=slow)
+    assert settled.stall_fraction < 0.005
+    assert 0.5 < settled.out_bytes / first.out_bytes < 1
+
+
+def test_one_slow_step_is_no_reason_to_move_less():
+    flow = flow_of(None)
+    before = train(flow, W1, W1, W1)
+    assert train(flow, W1, link=LINK.slower(0.5)).stall_fraction > 0.02
+    assert train(flow, *[W1] * 4).out_bytes == before.out_bytes

@@ -4,7 +4,8 @@ import weakref
 
 import torch
 
-from backhaul.stations import Station
+from backhaul.flow import Link
+from backhaul.stations import DUPLEX, Station
 from backhaul.tiers.base import Transfer
 
 
@@ -83,3 +84,27 @@ def test_with_two_streams_memory_is_held_until_both_have_passed_what_came_before
     second.events[0].passed = True
     station.let_go()
     assert storage() is None
+
+
+class FakeTier:
+    rates_gbps: tuple[float, float] | None = None
+    duplex_gbps: float | None = None
+
+
+def test_the_link_is_what_the_tier_reaches_each_way_and_both_ways():
+    station, tier = Station(torch.device("cpu"), None), FakeTier()
+    guessed = station.flow.link
+    station.measure(tier, only_if_new=True)
+    assert station.flow.link == guessed
+    tier.rates_gbps = (54.0, 56.0)
+    station.measure(tier, only_if_new=True)
+    assert station.flow.link == Link(d2h_gbps=54.0, h2d_gbps=56.0, both_gbps=DUPLEX * 110.0)
+    tier.duplex_gbps = 105.0  # most copies ran alone
+    station.measure(tier, only_if_new=False)
+    assert station.flow.link.both_gbps == DUPLEX * 110.0
+    tier.duplex_gbps = 80.0  # another device of the host copies, too
+    station.measure(tier, only_if_new=False)
+    assert station.flow.link.both_gbps == 80.0
+    tier.rates_gbps = (54.5, 55.5)
+    station.measure(tier, only_if_new=False)
+    assert station.flow.link == Link(d2h_gbps=54.0, h2d_gbps=56.0, both_gbps=80.0)

@@ -14,6 +14,9 @@ from backhaul.wire import Link
 FEW = 0.1  # of the items of a step may be missing for it to be the same step
 DRIFT = 0.05  # of the compute of a step that may be elsewhere than planned
 MUCH = 0.1  # by which the link may have changed before another plan cannot wait
+WAITED = 0.01  # of a step that compute may wait beyond what was foreseen
+MOST_BROKEN = 2
+LEAST_TRUST = 0.4
 LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
 
@@ -35,7 +38,10 @@ class Course(Generic[Blob]):
         self.planned: list[float] = []  # and the gaps
         self.stale = False  # sizes or gaps are other ones by now
         self.num_since = 0  # steps begun since
-        self.num_made = 0  # schedules
+        self.num_made = 0  # schedules,
+        self.followed = (0, 0)  # and which of them the latest two steps went by
+        self.trust = 1.0  # in the link's rates, where nothing shall wait
+        self.num_broken = 0  # latest times in a row that waits were longer than the schedule foresaw
         self.num_timed = 0  # steps
         self.num_untimed = 0  # steps begun since the last one that was timed
         self.restart([])
@@ -85,6 +91,10 @@ class Course(Generic[Blob]):
         moved = sum(abs(gap - planned) for gap, planned in zip(self.pace.gaps, self.planned, strict=False))
         if moved > DRIFT * sum(self.planned):
             self.stale = True
+        # The times come when another step has ended.
+        if self.schedule is not None and self.followed[0] == self.num_made:
+            longer = sum(waited) > self.schedule.stall_ms + WAITED * (ms[-1] - ms[0])
+            self.num_broken = self.num_broken + 1 if longer else 0
 
     @property
     def wants_times(self) -> bool:
@@ -114,6 +124,7 @@ class Course(Generic[Blob]):
         self.num_untimed += 1
         if self.pace.gaps and (self.basis is None or self.schedule is None or self.basis[1] != budget):
             self._plan(link, budget)
+        self.followed = (self.followed[1], self.num_made)
 
     def refine(self, *, link: Link, budget: int | None) -> None:
         """Make a better schedule for the next step, now that one has ended, if there is news.
@@ -123,11 +134,17 @@ class Course(Generic[Blob]):
         """
         due = self.num_made < EARLY_PLANS or self.num_since >= min(64, 8 << (self.num_made - EARLY_PLANS))
         anew = self.basis is None or self.basis[1] != budget or not self.basis[0].is_like(link, share=MUCH)
+        if anew:
+            self.trust = 1.0
+        elif self.num_broken >= MOST_BROKEN and budget is None:  # the link is not as fast as it looked: others may use it, too
+            self.trust = max(LEAST_TRUST, 0.9 * self.trust)
+            anew = self.trust > LEAST_TRUST
         if self.pace.gaps and (anew or (due and (self.stale or self.basis != (link, budget)))):
             self._plan(link, budget)
 
     def _plan(self, link: Link, budget: int | None) -> None:
         self.num_made += 1
-        self.basis, self.planned, self.stale, self.num_since = (link, budget), self.pace.gaps, False, 0
+        self.basis, self.planned, self.stale, self.num_broken, self.num_since = (link, budget), self.pace.gaps, False, 0, 0
+        link = link.slower(self.trust) if budget is None else link
         found = schedule(self.step, self.pace.gaps, link=link, budget=budget, reads=self.pace.reads)
         self.schedule = found.without_spares() if self.steady else found

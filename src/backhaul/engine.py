@@ -490,6 +490,5 @@ class Engine:
 
     def _measure(self, *, only_if_new: bool = False) -> None:
         """Tell flow.py how fast the tier is, and when the device reached each event of the last step, as far as that is known."""
-        rates = self.tier.rates_gbps
         for station in self.stations.values():
-            station.measure(rates, only_if_new=only_if_new)
+            station.measure(self.tier, only_if_new=only_if_new)

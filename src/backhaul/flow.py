@@ -14,6 +14,7 @@ runs ahead of the device, so stream order is what counts, and time is known only
   uses.
 * Events that are missing move the cursor on; late and unknown ones are counted, and past a few of them the step is lost: the rest of it
   goes as if nothing had been seen, and its order is learned anew. A wrong guess costs time, never values.
+* Without a budget nothing shall wait. Where steps wait longer than their schedule foresaw, the next one counts on less of the link.
 * Whatever was guessed or scheduled, the budget is enforced after each event that can move something.
 """
 

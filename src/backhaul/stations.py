@@ -22,12 +22,12 @@ from torch.storage import UntypedStorage
 from backhaul import _torch
 from backhaul.flow import Flow, Link
 from backhaul.sizes import format_bytes
-from backhaul.tiers.base import Transfer
+from backhaul.tiers.base import Tier, Transfer
 from backhaul.tiers.pools import in_current_pool
 from backhaul.timing import Timeline, Waits, clock_of
 
 RATE_CHANGE = 0.03  # a smaller change of the tier's speed is no reason to plan again
-DUPLEX = 0.91  # of the sum of both directions' rates is left when they run at once: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
+DUPLEX = 0.91  # of both directions' rates is left, at best, where both are in use: 100.5 of 55.2 + 55.5 GB/s on an H200, PCIe 5 x16
 
 
 class Station:
@@ -37,7 +37,6 @@ class Station:
         self.device = device
         self.activation_budget = activation_budget
         self.clock = clock_of(device)
-        self.rates = (1.0, 1.0)  # of the tier, as flow.py was last told; in GB/s
         self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id or handle
         self.dropped: list[UntypedStorage] = []  # held until nobody else has it, and then
         self.limbo: deque[tuple[list[Any], list[UntypedStorage]]] = deque()  # until the streams have passed these points
@@ -62,13 +61,16 @@ class Station:
             )
         self._budget_is_met = True
 
-    def measure(self, rates: tuple[float, float] | None, *, only_if_new: bool) -> None:
+    def measure(self, tier: Tier, *, only_if_new: bool) -> None:
         """Tell flow.py how fast the tier is, and when the device reached each event of the last step, as far as that is known."""
-        if rates is not None and any(abs(new / old - 1) > RATE_CHANGE for new, old in zip(rates, self.rates, strict=True)):
-            self.rates = rates
-            self.flow.link = Link(d2h_gbps=rates[0], h2d_gbps=rates[1], both_gbps=DUPLEX * sum(rates))
         if only_if_new and self.flow.predicted_stall_ms is not None:
             return
+        rates, duplex = tier.rates_gbps, tier.duplex_gbps
+        if rates is not None:
+            together = DUPLEX * sum(rates)
+            link = Link(d2h_gbps=rates[0], h2d_gbps=rates[1], both_gbps=together if duplex is None else min(together, duplex))
+            if not self.flow.link.is_like(link, share=RATE_CHANGE):
+                self.flow.link = link
         times = self.timeline.finished()
         if times is not None:
             self.flow.times(*times)

@@ -103,6 +103,11 @@ class Tier(abc.ABC):
         return None
 
     @property
+    def duplex_gbps(self) -> float | None:
+        """How fast both ways have mostly been, added up, in GB/s; ``None`` while that is not known."""
+        return None
+
+    @property
     def pageable_bytes(self) -> int:
         """Bytes stored so far in host memory that could not be page-locked."""
         return 0

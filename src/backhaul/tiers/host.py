@@ -187,6 +187,11 @@ class PinnedHost(Tier):
         return None
 
     @property
+    def duplex_gbps(self) -> float | None:
+        """How fast the two lanes of a device have mostly been, added up; of the first device that has used both."""
+        return next((found for memory in list(_memories.values()) if (found := memory.duplex_gbps) is not None), None)
+
+    @property
     def locked_bytes(self) -> int:
         """Page-locked bytes of all arenas of the process, in use or free."""
         return sum(memory.locked_bytes for memory in list(_memories.values()))
@@ -275,6 +280,12 @@ class _Memory:
         lanes = self._locked.lanes
         d2h, h2d = (None, None) if lanes is None else (lanes.d2h.rate_gbps, lanes.h2d.rate_gbps)
         return None if d2h is None or h2d is None else (d2h, h2d)
+
+    @property
+    def duplex_gbps(self) -> float | None:
+        lanes = self._locked.lanes
+        d2h, h2d = (None, None) if lanes is None else (lanes.d2h.usual_rate_gbps, lanes.h2d.usual_rate_gbps)
+        return None if d2h is None or h2d is None else d2h + h2d
 
     @property
     def held_bytes(self) -> int:

@@ -155,9 +155,17 @@ class Lane:
     @property
     def rate_gbps(self) -> float | None:
         """How fast this direction is by itself, from the faster ones of the latest large copies; ``None`` before the first has ended."""
+        return self._rate(_BESIDE)
+
+    @property
+    def usual_rate_gbps(self) -> float | None:
+        """How fast it has mostly been, beside whatever else was on the link and in the host's memory."""
+        return self._rate(0.5)
+
+    def _rate(self, share: float) -> float | None:
         with self._lock:
             rates = sorted(self._rates)
-        return rates[int(_BESIDE * len(rates))] if rates else None
+        return rates[int(share * len(rates))] if rates else None
 
     def _measure(self, transfer: LaneTransfer) -> None:
         if transfer.num_bytes >= _LARGE_BYTES:
