@@ -118,9 +118,26 @@ def test_a_moment_counts_as_a_read_if_it_comes_in_every_step_and_not_if_the_host
     times = [sum(gaps[:position]) for position in range(len(gaps))]
     pace = Pace()
     waited = [0.0] * len(times)
+    pace.measure(times, waited, idle=[1, 2])  # the first step is like no other
     pace.measure(times, waited, idle=[5, 9, 40])
     pace.measure(times, waited, idle=[9, 40, 77])
     assert pace.reads == [9, 40]
     for _ in range(3):
         pace.measure(times, waited, idle=range(len(times)))
     assert pace.reads == []
+
+
+def test_the_first_step_is_forgotten_once_there_is_another():
+    pace = Pace()
+    pace.measure([0.0, 500.0, 800.0], [0.0, 0.0, 0.0])
+    assert pace.gaps == [500.0, 300.0, 0.0]
+    pace.measure([0.0, 5.0, 9.0], [0.0, 1.0, 0.0])
+    assert pace.gaps == [5.0, 3.0, 0.0]
+
+
+def test_gaps_are_what_compute_took_in_most_steps_less_its_waits():
+    pace = Pace()
+    for first, wait in ((90.0, 0.0), (10.0, 0.0), (14.0, 4.0), (30.0, 0.0), (10.0, 0.0)):
+        pace.measure([0.0, first, first + 5.0], [wait, 0.0, 0.0])
+    assert pace.gaps[0] == 10.0
+    assert pace.gaps[1] == 5.0

@@ -21,7 +21,7 @@ LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
 
 
-EARLY_PLANS = 4  # schedules of a step, each made as soon as there is news
+EARLY_PLANS = 6  # schedules of a step, each made as soon as there is news
 EARLY_TIMES = 8  # steps of a course that are timed one after the other; later every so many
 
 

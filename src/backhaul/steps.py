@@ -48,6 +48,7 @@ class Pace:
         self.reads: list[int] = []  # events just before which the host read from the device
         self._seen: deque[list[float]] = deque(maxlen=4)  # the same of the latest steps
         self._idle: deque[frozenset[int]] = deque(maxlen=3)  # the latest steps: events at which the device had done all before
+        self._num_seen = 0
 
     def only(self, positions: Sequence[int]) -> "Pace":
         """Return the pace of these events; what passed between the others passes between them."""
@@ -62,10 +63,15 @@ class Pace:
         found.reads = [index[position] for position in self.reads if position in index]
         found._seen.extend(map(sums, self._seen))
         found._idle.extend(frozenset(index[each] for each in idle if each in index) for idle in self._idle)
+        found._num_seen = self._num_seen
         return found
 
     def measure(self, ms: Sequence[float], waited: Sequence[float], idle: Iterable[int] = ()) -> None:
         """Take the times at which the device reached each event, what it then waited for our copies, and the events that found it idle."""
+        self._num_seen += 1
+        if self._num_seen == 2:  # the first step loads kernels, tries them and grows memory: it is like no other
+            self._seen.clear()
+            self._idle.clear()
         self._idle.append(frozenset(idle))
         # More of them, and the host is too slow to keep the device busy: there is no moment to keep clear.
         always = sorted(frozenset.intersection(*self._idle))
