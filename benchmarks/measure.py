@@ -43,6 +43,7 @@ class Row:
     step_ms: float | None = None  # the median
     steps_ms: tuple[float, ...] = ()
     tokens_per_s: float | None = None
+    waited_ms: float | None = None  # for copies in a timed step, by the library's own account, on average
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     activation_bytes: int | None = None
@@ -132,7 +133,7 @@ def measure(
     before = torch.accelerator.memory_allocated() if on_device else None
     if on_device:
         torch.accelerator.reset_peak_memory_stats()
-    times = []
+    times, waited = [], variant.waited_ms()
     for _ in range(steps):
         zero_grads(workload)
         synchronize()
@@ -149,6 +150,7 @@ def measure(
         step_ms=step_ms,
         steps_ms=tuple(times),
         tokens_per_s=None if tokens is None else tokens / step_ms * 1e3,
+        waited_ms=None if waited is None else ((variant.waited_ms() or 0.0) - waited) / steps,
         peak_allocated_bytes=peak_allocated,
         peak_reserved_bytes=peak_reserved,
         activation_bytes=None if peak_allocated is None or before is None else peak_allocated - before,

@@ -158,6 +158,7 @@ COLUMNS = (
     "step ms",
     "vs plain",
     "tokens/s",
+    "waited",
     "activations",
     "allocated",
     "reserved",
@@ -166,7 +167,7 @@ COLUMNS = (
     "grads vs plain",
     "vs itself",
 )
-WIDTHS = (18, 10, 9, 10, 12, 10, 10, 9, 9, 15, 15)
+WIDTHS = (18, 10, 9, 10, 8, 12, 10, 10, 9, 9, 15, 15)
 
 
 def line(cells: Sequence[str]) -> str:
@@ -186,8 +187,11 @@ def format_row(row: "Row", plain_ms: float | None) -> str:
 
     against = "-" if plain_ms is None else f"{row.step_ms / plain_ms - 1:+.1%}"
     tokens = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
+    waited = "-" if row.waited_ms is None else f"{row.waited_ms:.1f}"
     sizes = (row.activation_bytes, row.peak_allocated_bytes, row.peak_reserved_bytes, row.pinned_bytes, row.resident_bytes)
-    return line([row.variant, f"{row.step_ms:.1f}", against, tokens, *map(size, sizes), compared(row.to_plain), compared(row.to_itself)])
+    return line(
+        [row.variant, f"{row.step_ms:.1f}", against, tokens, waited, *map(size, sizes), compared(row.to_plain), compared(row.to_itself)]
+    )
 
 
 def as_json(outcome: Outcome, options: argparse.Namespace) -> dict[str, Any]:

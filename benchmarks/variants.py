@@ -52,6 +52,10 @@ class Variant:
         """Say how many bytes the library has page-locked by itself, beside torch's own allocator."""
         return 0
 
+    def waited_ms(self) -> float | None:
+        """Say how long compute has waited for copies so far, by the library's own account; ``None`` where it keeps none."""
+        return None
+
     def stats(self) -> Mapping[str, object]:
         """Return what the library says about itself."""
         return {}
@@ -262,6 +266,9 @@ class Backhaul(Variant):
 
     def pinned_bytes(self) -> int:
         return self.tier.locked_bytes
+
+    def waited_ms(self) -> float:
+        return sum(handle.stats.exposed_ms for handle in self.handles)
 
     def stats(self) -> Mapping[str, object]:
         each = [asdict(handle.stats) for handle in self.handles]

@@ -399,6 +399,8 @@ def test_run_prints_a_row_for_every_variant_and_writes_json(tmp_path, capsys):
     assert rows["checkpoint"]["to_plain"] == {"equal": True, "worst": 0.0}
     assert rows["backhaul:0"]["to_plain"]["equal"]
     assert rows["plain"]["to_itself"]["equal"]
+    assert rows["plain"]["waited_ms"] is None
+    assert rows["backhaul:0"]["waited_ms"] >= 0
     assert len(rows["plain"]["steps_ms"]) == 1
     assert rows["plain"]["tokens_per_s"] == pytest.approx(16 * 4 / rows["plain"]["step_ms"] * 1e3)
     assert f" {rows['plain']['tokens_per_s']:.0f} " in printed.splitlines()[1]
