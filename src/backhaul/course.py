@@ -34,9 +34,11 @@ class Course(Generic[Blob]):
         self.pace = Pace()
         self.steady = True  # sizes were the same each time
         self.schedule: Schedule | None = None
+        self.with_spares: Schedule | None = None  # the same with copies that only help where sizes change
         self.basis: tuple[Link, int | None] | None = None  # the link and the budget that the schedule was made for,
         self.planned: list[float] = []  # and the gaps
         self.stale = False  # sizes or gaps are other ones by now
+        self.is_refined = False  # whether that has been looked at in the step at hand
         self.num_since = 0  # steps begun since
         self.num_made = 0  # schedules,
         self.followed = (0, 0)  # and which of them the latest two steps went by
@@ -63,6 +65,8 @@ class Course(Generic[Blob]):
         if steady != self.steady or abs(sum(step.sizes) - sum(self.step.sizes)) > 0.02 * sum(step.sizes):
             self.stale = True
         self.step, self.steady = step, steady
+        if not steady:
+            self.schedule = self.with_spares
 
     def shrunk(self, step: Step) -> "Course[Blob] | None":
         """Return what is known of a step that has gone in this order but for a few items that were not saved in it; ``None`` if it has not.
@@ -120,6 +124,7 @@ class Course(Generic[Blob]):
     def set_out(self, blobs: list[Blob | None], *, link: Link, budget: int | None) -> None:
         """Expect the step from its beginning, or from where these blobs have been saved; see that there is a schedule for it."""
         self.restart(blobs)
+        self.is_refined = False
         self.num_since += 1
         self.num_untimed += 1
         if self.pace.gaps and (self.basis is None or self.schedule is None or self.basis[1] != budget):
@@ -127,11 +132,12 @@ class Course(Generic[Blob]):
         self.followed = (self.followed[1], self.num_made)
 
     def refine(self, *, link: Link, budget: int | None) -> None:
-        """Make a better schedule for the next step, now that one has ended, if there is news.
+        """Make a better schedule for the next step, now that one is over but for its last work, if there is news.
 
-        Planning costs the host from tenths of a second to seconds. At the end of a step the device still has work to do, at its beginning
-        it waits. The first few plans are made as soon as there is news, later ones ever more rarely.
+        Planning costs the host from tenths of a second to seconds. At the end of a backward pass the device is behind, at the beginning of
+        a step it waits. The first few plans are made as soon as there is news, later ones ever more rarely.
         """
+        self.is_refined = True
         due = self.num_made < EARLY_PLANS or self.num_since >= min(64, 8 << (self.num_made - EARLY_PLANS))
         anew = self.basis is None or self.basis[1] != budget or not self.basis[0].is_like(link, share=MUCH)
         if anew:
@@ -147,4 +153,4 @@ class Course(Generic[Blob]):
         self.basis, self.planned, self.stale, self.num_broken, self.num_since = (link, budget), self.pace.gaps, False, 0, 0
         link = link.slower(self.trust) if budget is None else link
         found = schedule(self.step, self.pace.gaps, link=link, budget=budget, reads=self.pace.reads)
-        self.schedule = found.without_spares() if self.steady else found
+        self.schedule, self.with_spares = found.without_spares() if self.steady else found, found

@@ -125,7 +125,8 @@ class Engine:
         with self.lock, self._steady:
             self.tidy_up()
             if not self.registry.frames:
-                self._measure(only_if_new=True)  # the device may be waiting for this step to begin
+                for station in self.stations.values():
+                    station.measure(self.tier, only_if_new=True)  # the device may be waiting for this step to begin
                 self.owned.refresh(self._alive())
                 for station in self.stations.values():
                     station.check_budget(self.tally.reasons())
@@ -218,6 +219,10 @@ class Engine:
         with self.lock, self._steady:
             self._begin()
             self.mover.bring(blob)
+            if not self._steady.shaken:
+                for station in self.stations.values():
+                    if station.flow.is_through:
+                        station.plan(self.tier)
 
     # What units ask (recomputing.py, Keeper)
 
@@ -480,15 +485,10 @@ class Engine:
         if self._steady.shaken:
             return
         step_ends = not self.registry.frames
-        if step_ends:
-            self._measure()
         for station in self.stations.values():
+            if step_ends and not station.flow.is_refined:
+                station.measure(self.tier, only_if_new=False)
             num_steps = station.flow.num_steps
             station.flow.close_frame(num)
             if step_ends:
                 station.timeline.end_step(learned=station.flow.num_steps > num_steps)
-
-    def _measure(self, *, only_if_new: bool = False) -> None:
-        """Tell flow.py how fast the tier is, and when the device reached each event of the last step, as far as that is known."""
-        for station in self.stations.values():
-            station.measure(self.tier, only_if_new=only_if_new)

@@ -96,6 +96,22 @@ class Flow:
         return expected is None or expected.wants_times
 
     @property
+    def is_through(self) -> bool:
+        """Whether the last event of the expected step has come: the moment to ``refine``, once the decisions are carried out."""
+        course = self._course
+        return course is not None and course.cursor == len(course.step.events) and not course.is_refined
+
+    @property
+    def is_refined(self) -> bool:
+        """Whether that has been done in this step."""
+        return self._course is not None and self._course.is_refined
+
+    def refine(self) -> None:
+        """Plan the next step, if what is known has changed. It takes the host some tenths of a second."""
+        if self._course is not None:
+            self._course.refine(link=self.link, budget=self.activation_budget)
+
+    @property
     def predicted_stall_ms(self) -> float | None:
         """What the latest schedule expects compute to wait in a step, or ``None`` while there is no schedule."""
         schedule = self._known[0].schedule if self._known else None
@@ -466,5 +482,6 @@ class Flow:
             course = Course(step) if shrunk is None else shrunk
         self._last = course
         self._past = [*self._past[1 - MOST_PAST :], course.kind]
-        course.refine(link=self.link, budget=self.activation_budget)
+        if not course.is_refined:
+            course.refine(link=self.link, budget=self.activation_budget)
         self._known[:] = [course, *(other for other in self._known if other is not course)][:KNOWN_STEPS]

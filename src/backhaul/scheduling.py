@@ -36,13 +36,13 @@ from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 COPY_COST = 0.01  # ms that a ms of copying costs the compute beside it
 READ_COST = 0.35  # ms that a read of the host takes longer while the lane to the tier is busy: about half of a chunk
 ISSUE_COST = 1e-9  # ms a byte that it takes to issue a copy: 30 us a chunk
-SLACK_MS = 2.0  # reloads start so much sooner than they must,
-MOMENT_MS = 0.01  # or only so much where the host is busy
+SLACK_MS = 2.0  # reloads start so much sooner than they must, or just in time where the host is busy
 TRUST = 0.98  # of the link's rates, so that copies that are a little late do not delay all that follow
 HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of the next
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
 BUSY_MS = 1.0  # of compute after that, in which the host has better things to do than to issue copies: the device waits for it
 POLITE = 0.7  # of the lane's time is enough, where copies keep out of the host's way
+MANNERS = 0.95  # of the peak, or less, and they are dropped without a budget
 OUTLOOK_MS = 400.0  # that the bytes which have to leave are foreseen for
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
 
@@ -54,7 +54,8 @@ class Schedule:
     decisions: dict[int, list[Decision]]
     at: list[float]  # by event: ms since the step began
     stall_ms: float
-    cost_ms: float  # the same, and what copies slow down compute
+    cost_ms: float  # the same, and what copies slow down compute and the host
+    peak_bytes: int = 0
 
     def without_spares(self) -> "Schedule":
         """Return the schedule without the copies of what it never releases; they only help where sizes change."""
@@ -76,7 +77,9 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
     table = _Table(step, gaps, reads)
     link = link.slower(TRUST)
     if budget is None:
-        return _Play(table, link, None, 1.0).run()
+        polite = _Play(table, link, None, 1.0).run()
+        rude = _Play(table, link, None, 1.0, polite=False).run() if reads else polite
+        return rude if rude.peak_bytes < MANNERS * polite.peak_bytes else polite
     excess = 1 - budget / (max(table.alive) or 1)
     if excess <= 0:
         return Schedule({}, table.at, 0.0, 0.0)
@@ -114,7 +117,7 @@ class _Table:
             movable += step.sizes[event] if event >= 0 else 0
             self.alive.append(movable + step.fixed[position])
         peaks = zip(self.alive, (*self.alive[1:], 0), range(num_events), strict=True)
-        self.peaks = [position for alive, after, position in peaks if alive > after]
+        self.peaks = [position for alive, after, position in peaks if alive >= after]
         frames: dict[int, list[tuple[float, int]]] = {}
         for item, (ordinal, _) in enumerate(step.names):
             end = self.needs[item][0] if self.needs[item] else num_events
@@ -157,6 +160,7 @@ class _Play:
         self.resident = [False] * len(self.sizes)
         self.has_copy = [False] * len(self.sizes)
         self.resident_bytes = 0  # movable ones
+        self.peak_bytes = 0
         self.leavers: list[tuple[int, int]] = []  # heap of (-next use, item): resident, not copied, within the share
         self.others: list[tuple[int, int]] = []  # the same, beyond the share: they leave if the budget cannot be met otherwise
         self.copied: list[tuple[int, int]] = []  # the same, resident and copied
@@ -212,6 +216,7 @@ class _Play:
             if event < 0:
                 wire.wait_in(item)
                 self._offer_again(item)
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes + table.step.fixed[position])
             self.slip += wire.now - arrival
             if self.issued:
                 self.decisions[position] = self.issued
@@ -219,7 +224,7 @@ class _Play:
                 return Schedule(self.decisions, self.at, self.slip, math.inf)
             wire.advance(wire.now + gaps[position])
         copied_ms = wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms
-        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * copied_ms + self.host_ms)
+        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * copied_ms + self.host_ms, self.peak_bytes)
 
     def _keep_host(self, item: int) -> None:
         """Count what it costs to issue a copy of the item."""
@@ -363,7 +368,7 @@ class _Play:
         Where nothing is resident but what the node at work has been given, and that goes with it, the budget is for what comes after.
         """
         wire = self.wire
-        due = wire.now + MOMENT_MS if self.host_is_busy else due + SLACK_MS
+        due = due if self.host_is_busy else due + SLACK_MS
         while self.absent and wire.now + wire.backlog_in() < due:
             if self.latest_start == -math.inf:
                 self.latest_start = self._latest_start()

@@ -118,6 +118,8 @@ def simulate(flow: Flow, events: Iterable[Event], *, link: Link | None = None, t
             wire.wait_in(tokens[name])
         if waited:
             waited[-1] += wire.now - begin
+        if flow.is_through:
+            flow.refine()
         if isinstance(event, Need):
             wire.advance(wire.now + event.compute_ms)
         if last[name] == position:

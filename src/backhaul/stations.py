@@ -75,10 +75,17 @@ class Station:
         if times is not None:
             self.flow.times(*times)
 
+    def plan(self, tier: Tier) -> None:
+        """Have the next step planned, now that this one is through and the device still at work on it."""
+        self.measure(tier, only_if_new=False)
+        self.flow.refine()
+
     def start_anew(self) -> None:
         """Forget what was learned. Nothing that was counted may be alive."""
         self._earlier_peak = self.peak_resident_bytes
+        num_steps = self.flow.num_steps
         self.flow = Flow(activation_budget=self.activation_budget)
+        self.flow.num_steps = num_steps
         self.timeline.end_step(learned=False)
 
     def current_stream(self) -> torch.Stream | None:

@@ -15,6 +15,8 @@ import torch
 from backhaul.tiers.base import Transfer
 from backhaul.tiers.streams import Event, streams_of
 
+MOST_WAITS = 1 << 20  # of a step that never ends
+
 
 class Clock(Protocol):
     """Stamps points in the order of the work."""
@@ -99,7 +101,7 @@ class Timeline:
 
     def waited(self, begin: Any, end: Any) -> None:
         """Note two stamps between which compute waited, both after the latest mark."""
-        if self._marks.stamps:
+        if self._marks.stamps and len(self._marks.waits) < MOST_WAITS:
             self._marks.waits.append((self.num_marks - 1, begin, end))
 
     def end_step(self, *, learned: bool) -> None:
@@ -144,9 +146,13 @@ class Waits:
             end = self.clock.stamp()
             self._open.append((begin, end))
             self.timeline.waited(begin, end)
+            self._add_up()
 
     @property
     def total_ms(self) -> float:
+        self._add_up()
+        return self._total_ms
+
+    def _add_up(self) -> None:
         while self._open and self.clock.reached(self._open[0][1]):
             self._total_ms += self.clock.between_ms(*self._open.popleft())
-        return self._total_ms

@@ -179,3 +179,5 @@ class _Lane:
             if not self.items[item]:
                 del self.items[item]
             self.head_left = self.queue[0][1] if self.queue else 0.0
+            if not self.queue:
+                self.left = 0.0
