@@ -30,6 +30,7 @@ from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from backhaul.deadlines import Deadlines
 from backhaul.steps import Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 
@@ -167,7 +168,8 @@ class _Play:
         self.absent: list[tuple[int, int]] = []  # (next use, item), sorted
         self.absent_bytes = 0
         self.latest_start = -math.inf  # of the first reload, were there no more stalls; to be found again where it is -inf
-        self.pledged: list[tuple[int, int]] = []  # (next use, item), sorted: copied and not used since; without a budget
+        self.pledged: dict[int, int] = {}  # item: next use, of what has been copied and not used since; without a budget
+        self.deadlines = Deadlines(table.at)  # of the reloads that these may need
         self.next_use = [needs[0] if needs else self.num_events for needs in table.needs]
         self.num_uses = [0] * len(self.sizes)
         self.decisions: dict[int, list[Decision]] = {}
@@ -272,13 +274,19 @@ class _Play:
         if self.budget is None and self.has_copy[item] and use < self.num_events:
             if not self._pays(item, use):  # it would have to come back at once
                 return
-            insort(self.pledged, (use, item))
+            self._pledge(item)
         if use < self.num_events or (self.has_copy[item] and self.table.step.drops[item] > len(self.at)):
             self._offer(item)
 
+    def _pledge(self, item: int) -> None:
+        """Promise to have the item back in time, wherever it is."""
+        self.pledged[item] = self.next_use[item]
+        self.deadlines.add(self.next_use[item], self.sizes[item] * self.wire.in_ms)
+
     def _redeem(self, item: int) -> None:
-        if self.budget is None and (self.next_use[item], item) in self.pledged:
-            self.pledged.remove((self.next_use[item], item))
+        use = self.pledged.pop(item, None)
+        if use is not None:
+            self.deadlines.add(use, -self.sizes[item] * self.wire.in_ms)
 
     def _unlist(self, item: int) -> None:
         self.absent.remove((self.next_use[item], item))
@@ -308,7 +316,7 @@ class _Play:
         self.wire.copy_out(item, self.sizes[item])
         self.has_copy[item] = True
         if self.budget is None:
-            insort(self.pledged, (self.next_use[item], item))
+            self._pledge(item)
         self._offer(item)
 
     def _victim(self, spared: int, later_than: int = -1) -> int | None:
@@ -418,13 +426,9 @@ class _Play:
             return False
         if self.budget is not None:
             return True
-        latest, queued, own = math.inf, 0.0, size * wire.in_ms
-        for other, each in (*self.pledged, (self.num_events, item)):
-            if own and other > use:
-                queued, own = queued + own, 0.0
-                latest = min(latest, at[use] - queued)
-            queued += self.sizes[each] * wire.in_ms
-            latest = min(latest, at[other] - queued)
+        self.deadlines.add(use, size * wire.in_ms)
+        latest = self.deadlines.latest_start
+        self.deadlines.add(use, -size * wire.in_ms)
         return latest + self.slip >= wire.now + wire.backlog_in() + SLACK_MS
 
     def _mind_the_host(self, position: int, room: int | None) -> None:
