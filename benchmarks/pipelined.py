@@ -91,7 +91,7 @@ class Pipelined(Workload):
         if self.owns_group:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.inner, self.chunks, self.blocks, self.plan = workload, workload.chunks, workload.blocks, workload.plan
-        self.lean = workload.lean
+        self.lean, self.tight = workload.lean, workload.tight
         ranks, last = sizes.stages, sizes.stages * sizes.chunks - 1
         indices = [0, last] if name in V_SHAPED else range(0, last + 1, ranks)
         self.stages = [ReplayedStage(workload, chunk, index=index, ranks=ranks) for chunk, index in enumerate(indices)]

@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--variants",
         default="plain,backhaul",
         help="with commas between: plain, checkpoint, selective, memory_budget:0.5, save_on_cpu, trl, megatron; and of this library "
-        "backhaul, plan and lean, each with a budget (backhaul:12GiB) or without",
+        "backhaul, plan, lean and tight, each with a budget (backhaul:12GiB) or without",
     )
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny runs on a CPU in seconds")
     parser.add_argument("--device", help="the accelerator, or else the CPU, if not given")

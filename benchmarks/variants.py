@@ -306,6 +306,13 @@ class Lean(Planned):
         return workload.lean
 
 
+class Tight(Planned):
+    """The same with more to recompute: some products, too."""
+
+    def rules(self, workload: Workload) -> Mapping[str, str] | None:
+        return workload.tight
+
+
 class FromFile(Planned):
     """The same with a plan from a file, as ``bh.Plan.save`` writes it."""
 
@@ -327,20 +334,21 @@ KINDS: dict[str, Callable[..., Variant]] = {
     "backhaul": Backhaul,
     "plan": Planned,
     "lean": Lean,
+    "tight": Tight,
     "megatron": Megatron,
     "trl": TRL,
     "save_on_cpu": SaveOnCPU,
 }
 
 
-WITH_BUDGET = ("backhaul", "plan", "lean", "memory_budget")
+WITH_BUDGET = ("backhaul", "plan", "lean", "tight", "memory_budget")
 
 
 def make(text: str) -> Variant:
     """Make a variant from its name.
 
-    ``backhaul:12GiB``, ``plan`` and ``lean`` likewise, and ``memory_budget:0.5`` say how much may stay; ``plan@mine.json:12GiB`` names a
-    plan of one's own.
+    ``backhaul:12GiB``, ``plan``, ``lean`` and ``tight`` likewise, and ``memory_budget:0.5`` say how much may stay;
+    ``plan@mine.json:12GiB`` names a plan of one's own.
     """
     name, _, argument = text.partition(":")
     kind, at, path = name.partition("@")

@@ -279,6 +279,24 @@ def test_no_variant_changes_a_gradient(name, kind):
         assert stats["offloaded_bytes"] > 0
 
 
+@pytest.mark.parametrize("name", ["W3", "W4"])
+@pytest.mark.parametrize("kind", ["plan:0", "lean:0", "tight:0"])
+def test_no_plan_for_models_of_transformers_changes_a_gradient(name, kind):
+    pytest.importorskip("transformers")
+    plain, _ = gradients(name, variants.make("plain"))
+    grads, stats = gradients(name, variants.make(kind))
+    assert all(torch.equal(grad, other) for grad, other in zip(grads, plain, strict=True))
+    assert stats["offloaded_bytes"] > 0
+    assert stats["recomputed_bytes"] > 0
+
+
+def test_a_tight_plan_leaves_less_to_offload_than_a_lean_one():
+    pytest.importorskip("transformers")
+    for name in ("W3", "W4"):
+        offloaded = [gradients(name, variants.make(kind))[1]["offloaded_bytes"] for kind in ("lean:0", "tight:0")]
+        assert offloaded[1] < 0.9 * offloaded[0]
+
+
 def test_checkpoint_leaves_the_layers_as_they_were():
     workload = build("W1", size="tiny", device=CPU)
     variant = variants.make("checkpoint")

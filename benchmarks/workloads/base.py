@@ -95,6 +95,7 @@ class Workload(abc.ABC):
     blocks: list[nn.Module]
     plan: Mapping[str, str] | None = None  # rules for ``bh.apply``: all that is cheap is recomputed
     lean: Mapping[str, str] = {"*": "offload"}  # rules that recompute less; these: what autograd's nodes make again by themselves
+    tight: Mapping[str, str] | None = None  # rules that recompute some products, too, to come down to what full checkpointing leaves
     slots: tuple[Slot, ...]
     facts: dict[str, object]  # sizes and versions that the results should name
 

@@ -105,6 +105,11 @@ class QwenTraining(Workload):
         self.chunks = nn.ModuleList([WithLoss(model)])
         self.blocks = list(model.model.layers)
         self.plan = {**norms_and_activations, "*": "offload"}
+        num_layers = config.num_hidden_layers
+        # What the later layers save is needed back first: the link cannot hide it.
+        ups = {f"*.layers.{layer}.mlp.up_proj": "recompute" for layer in range(num_layers // 4, num_layers)}
+        experts = {"*.mlp.experts": "recompute"}
+        self.tight = {**(experts if sizes.family == "Qwen3Moe" else ups), "*": "offload"}
         self.slots = (Slot(kind="forward", microbatch=0), Slot(kind="backward", microbatch=0))
         self.facts = {
             "model": type(model).__name__,
