@@ -35,7 +35,7 @@ from backhaul.steps import Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 
 COPY_COST = 0.01  # ms that a ms of copying costs the compute beside it
-READ_COST = 0.35  # ms that a read of the host takes longer while the lane to the tier is busy: about half of a chunk
+READ_COST = 0.6  # ms that the host waits longer, about two reads one soon after the other, while the lane to the tier is busy
 ISSUE_COST = 1e-9  # ms a byte that it takes to issue a copy: 30 us a chunk
 SLACK_MS = 2.0  # reloads start so much sooner than they must, or just in time where the host is busy
 TRUST = 0.98  # of the link's rates, so that copies that are a little late do not delay all that follow
@@ -43,7 +43,7 @@ HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of th
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
 BUSY_MS = 1.0  # of compute after that, in which the host has better things to do than to issue copies: the device waits for it
 POLITE = 0.7  # of the lane's time is enough, where copies keep out of the host's way
-MANNERS = 0.95  # of the peak, or less, and they are dropped without a budget
+WORTH = 0.8  # of the peak, or less, and copies mind the host no more without a budget
 OUTLOOK_MS = 400.0  # that the bytes which have to leave are foreseen for
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
 
@@ -80,17 +80,17 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
     if budget is None:
         polite = _Play(table, link, None, 1.0).run()
         rude = _Play(table, link, None, 1.0, polite=False).run() if reads else polite
-        return rude if rude.peak_bytes < MANNERS * polite.peak_bytes else polite
+        return rude if rude.peak_bytes < WORTH * polite.peak_bytes else polite
     excess = 1 - budget / (max(table.alive) or 1)
     if excess <= 0:
         return Schedule({}, table.at, 0.0, 0.0)
-    best, best_share = _Play(table, link, budget, 1.0).run(), 1.0
-    for share in (excess * surplus for surplus in SURPLUS if excess * surplus < 1):
-        found = _Play(table, link, budget, share).run(limit=best.cost_ms)
-        if found.cost_ms < best.cost_ms:
-            best, best_share = found, share
-    rude = _Play(table, link, budget, best_share, polite=False).run(limit=best.cost_ms) if reads else best
-    return min(best, rude, key=lambda each: each.cost_ms)
+    shares = [1.0, *(excess * surplus for surplus in SURPLUS if excess * surplus < 1)]
+    best = Schedule({}, table.at, math.inf, math.inf)
+    for polite in (True, False) if reads else (True,):
+        for share in shares:
+            found = _Play(table, link, budget, share, polite=polite).run(limit=best.cost_ms)
+            best = min(best, found, key=lambda each: each.cost_ms)
+    return best
 
 
 class _Table:
@@ -222,7 +222,7 @@ class _Play:
             self.slip += wire.now - arrival
             if self.issued:
                 self.decisions[position] = self.issued
-            if self.slip > limit:
+            if self.slip + self.host_ms > limit:
                 return Schedule(self.decisions, self.at, self.slip, math.inf)
             wire.advance(wire.now + gaps[position])
         copied_ms = wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms
