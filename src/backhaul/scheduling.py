@@ -78,9 +78,9 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
     table = _Table(step, gaps, reads)
     link = link.slower(TRUST)
     if budget is None:
-        polite = _Play(table, link, None, 1.0).run()
-        rude = _Play(table, link, None, 1.0, polite=False).run() if reads else polite
-        return rude if rude.peak_bytes < WORTH * polite.peak_bytes else polite
+        best = _Play(table, link, None, 1.0).run()
+        found = _Play(table, link, None, 1.0, polite=False).run() if reads else best
+        return found if found.peak_bytes < WORTH * best.peak_bytes else best
     excess = 1 - budget / (max(table.alive) or 1)
     if excess <= 0:
         return Schedule({}, table.at, 0.0, 0.0)
