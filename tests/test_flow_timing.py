@@ -317,3 +317,23 @@ def test_plans_are_made_before_the_last_work_of_a_backward_is_given_to_the_devic
         assert handle.stats.offloaded_bytes
     assert moments[0] == "forward"  # the times of the first step are there: it was a CPU
     assert moments[-3:] == ["backward"] * 3  # once it is known which copies free nothing, and are not made
+
+
+def test_without_a_budget_nothing_is_moved_that_leaves_after_the_peak_is_over():
+    step, gaps = recorded(60, 100 * MB, save_ms=1.0, need_ms=3.0)
+    plan = schedule(step, gaps, link=LINK, budget=None)
+    resident: set[int] = set()
+    levels = []
+    for position, event in enumerate(step.events):
+        resident -= {item for item in resident if step.drops[item] <= position}
+        resident |= {event} if event >= 0 else set()
+        levels.append(len(resident))
+        for decision in plan.decisions.get(position, ()):
+            if isinstance(decision, Release):
+                assert levels[-1] >= 0.75 * max(levels)
+                resident.remove(decision.blob)
+            elif isinstance(decision, Reload):
+                resident.add(decision.blob)
+    assert max(levels) < 40  # of 60: some do leave
+    num_copies = sum(isinstance(each, CopyOut) for issued in plan.decisions.values() for each in issued)
+    assert 20 <= num_copies < 40

@@ -11,7 +11,7 @@ link, greedily, with its whole future known, and it is a list of decisions for e
   use. Without a budget, only if every reload that it joins can be in time.
 * Release, only when room is needed: the copied blob whose next use is furthest and whose copy has ended. Where there is none, compute
   waits for the copy that ends first. Without a budget, release whatever has been copied, and what has been used only if it can be back
-  in time for its next use.
+  in time for its next use; but move nothing that leaves only when the peak is over.
 * Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
   later.
 
@@ -43,6 +43,7 @@ HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of th
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
 BUSY_MS = 1.0  # of compute after that, in which the host has better things to do than to issue copies: the device waits for it
 POLITE = 0.7  # of the lane's time is enough, where copies keep out of the host's way
+HIGH = 0.8  # of the peak is near enough to it for what else needs memory to make another one
 WORTH = 0.8  # of the peak, or less, and copies mind the host no more without a budget
 OUTLOOK_MS = 400.0  # that the bytes which have to leave are foreseen for
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
@@ -56,7 +57,24 @@ class Schedule:
     at: list[float]  # by event: ms since the step began
     stall_ms: float
     cost_ms: float  # the same, and what copies slow down compute and the host
-    peak_bytes: int = 0
+    levels: Sequence[int] = ()  # by event: bytes that are resident after it
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.levels, default=0)
+
+    def up_to_peaks(self) -> "Schedule":
+        """Return the schedule without what leaves only after the last moment at which much is resident: it would not lower a peak."""
+        high = (position for position, level in enumerate(self.levels) if level >= HIGH * self.peak_bytes)
+        last = 1 + max(high, default=-1)  # it is what leaves here that ends the moment
+        leaves: dict[int, int] = {}  # by item: the event at which it is released first
+        for position in sorted(self.decisions):
+            for decision in self.decisions[position]:
+                if isinstance(decision, Release):
+                    leaves.setdefault(decision.blob, position)
+        stays = {item for item, position in leaves.items() if position > last}
+        kept = {position: [each for each in issued if each.blob not in stays] for position, issued in self.decisions.items()}
+        return replace(self, decisions=kept)
 
     def without_spares(self) -> "Schedule":
         """Return the schedule without the copies of what it never releases; they only help where sizes change."""
@@ -80,7 +98,7 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
     if budget is None:
         best = _Play(table, link, None, 1.0).run()
         found = _Play(table, link, None, 1.0, polite=False).run() if reads else best
-        return found if found.peak_bytes < WORTH * best.peak_bytes else best
+        return (found if found.peak_bytes < WORTH * best.peak_bytes else best).up_to_peaks()
     excess = 1 - budget / (max(table.alive) or 1)
     if excess <= 0:
         return Schedule({}, table.at, 0.0, 0.0)
@@ -161,7 +179,7 @@ class _Play:
         self.resident = [False] * len(self.sizes)
         self.has_copy = [False] * len(self.sizes)
         self.resident_bytes = 0  # movable ones
-        self.peak_bytes = 0
+        self.levels: list[int] = []  # by event: bytes that are resident after it
         self.leavers: list[tuple[int, int]] = []  # heap of (-next use, item): resident, not copied, within the share
         self.others: list[tuple[int, int]] = []  # the same, beyond the share: they leave if the budget cannot be met otherwise
         self.copied: list[tuple[int, int]] = []  # the same, resident and copied
@@ -218,7 +236,7 @@ class _Play:
             if event < 0:
                 wire.wait_in(item)
                 self._offer_again(item)
-            self.peak_bytes = max(self.peak_bytes, self.resident_bytes + table.step.fixed[position])
+            self.levels.append(self.resident_bytes + table.step.fixed[position])
             self.slip += wire.now - arrival
             if self.issued:
                 self.decisions[position] = self.issued
@@ -226,7 +244,7 @@ class _Play:
                 return Schedule(self.decisions, self.at, self.slip, math.inf)
             wire.advance(wire.now + gaps[position])
         copied_ms = wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms
-        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * copied_ms + self.host_ms, self.peak_bytes)
+        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * copied_ms + self.host_ms, self.levels)
 
     def _keep_host(self, item: int) -> None:
         """Count what it costs to issue a copy of the item."""
