@@ -15,8 +15,8 @@ FEW = 0.1  # of the items of a step may be missing for it to be the same step
 DRIFT = 0.05  # of the compute of a step that may be elsewhere than planned
 MUCH = 0.1  # by which the link may have changed before another plan cannot wait
 WAITED = 0.01  # of a step that compute may wait beyond what was foreseen
-MOST_BROKEN = 2
-LEAST_TRUST = 0.4
+MOST_BROKEN = 2  # times in a row that are no accident
+LEAST_TRUST = 0.4  # of the rates of the link
 LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
 

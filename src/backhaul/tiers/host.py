@@ -180,11 +180,7 @@ class PinnedHost(Tier):
     @property
     def rates_gbps(self) -> tuple[float, float] | None:
         """How fast each lane has been of late by itself, out of the device and into it; of the first device that has used both."""
-        for memory in list(_memories.values()):
-            rates = memory.rates_gbps
-            if rates is not None:
-                return rates
-        return None
+        return next((found for memory in list(_memories.values()) if (found := memory.rates_gbps) is not None), None)
 
     @property
     def duplex_gbps(self) -> float | None:
