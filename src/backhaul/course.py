@@ -83,7 +83,7 @@ class Course(Generic[Blob]):
             return None
         found: Course[Blob] = Course(step)
         found.pace = self.pace.only(kept)
-        found.steady, found.stale, found.basis = self.steady, True, self.basis
+        found.steady = self.steady
         found.num_made, found.num_timed = min(self.num_made, EARLY_PLANS - 1), self.num_timed
         return found
 
@@ -95,7 +95,7 @@ class Course(Generic[Blob]):
         moved = sum(abs(gap - planned) for gap, planned in zip(self.pace.gaps, self.planned, strict=False))
         if moved > DRIFT * sum(self.planned):
             self.stale = True
-        # The times come when another step has ended.
+        # Another step has set out since the one that was timed.
         if self.schedule is not None and self.followed[0] == self.num_made:
             longer = sum(waited) > self.schedule.stall_ms + WAITED * (ms[-1] - ms[0])
             self.num_broken = self.num_broken + 1 if longer else 0
@@ -127,7 +127,7 @@ class Course(Generic[Blob]):
         self.is_refined = False
         self.num_since += 1
         self.num_untimed += 1
-        if self.pace.gaps and (self.basis is None or self.schedule is None or self.basis[1] != budget):
+        if self.pace.gaps and (self.basis is None or self.basis[1] != budget):
             self._plan(link, budget)
         self.followed = (self.followed[1], self.num_made)
 

@@ -27,7 +27,7 @@ sizes change from step to step, where they are spares.
 import heapq
 import math
 from bisect import bisect, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from backhaul.deadlines import Deadlines
@@ -65,21 +65,21 @@ class Schedule:
 
     def up_to_peaks(self) -> "Schedule":
         """Return the schedule without what leaves only after the last moment at which much is resident: it would not lower a peak."""
-        high = (position for position, level in enumerate(self.levels) if level >= HIGH * self.peak_bytes)
-        last = 1 + max(high, default=-1)  # it is what leaves here that ends the moment
+        high = HIGH * self.peak_bytes
+        last = 1 + max((position for position, level in enumerate(self.levels) if level >= high), default=-1)  # what leaves here ends it
         leaves: dict[int, int] = {}  # by item: the event at which it is released first
         for position in sorted(self.decisions):
             for decision in self.decisions[position]:
                 if isinstance(decision, Release):
                     leaves.setdefault(decision.blob, position)
-        stays = {item for item, position in leaves.items() if position > last}
-        kept = {position: [each for each in issued if each.blob not in stays] for position, issued in self.decisions.items()}
-        return replace(self, decisions=kept)
+        return self._only({item for item, position in leaves.items() if position <= last})
 
     def without_spares(self) -> "Schedule":
         """Return the schedule without the copies of what it never releases; they only help where sizes change."""
-        released = {decision.blob for issued in self.decisions.values() for decision in issued if isinstance(decision, Release)}
-        kept = {position: [each for each in issued if each.blob in released] for position, issued in self.decisions.items()}
+        return self._only({decision.blob for issued in self.decisions.values() for decision in issued if isinstance(decision, Release)})
+
+    def _only(self, items: Collection[int]) -> "Schedule":
+        kept = {position: [each for each in issued if each.blob in items] for position, issued in self.decisions.items()}
         return replace(self, decisions=kept)
 
 

@@ -274,14 +274,12 @@ class _Memory:
     @property
     def rates_gbps(self) -> tuple[float, float] | None:
         lanes = self._locked.lanes
-        d2h, h2d = (None, None) if lanes is None else (lanes.d2h.rate_gbps, lanes.h2d.rate_gbps)
-        return None if d2h is None or h2d is None else (d2h, h2d)
+        return None if lanes is None else lanes.rates_gbps
 
     @property
     def duplex_gbps(self) -> float | None:
         lanes = self._locked.lanes
-        d2h, h2d = (None, None) if lanes is None else (lanes.d2h.usual_rate_gbps, lanes.h2d.usual_rate_gbps)
-        return None if d2h is None or h2d is None else d2h + h2d
+        return None if lanes is None else lanes.duplex_gbps
 
     @property
     def held_bytes(self) -> int:

@@ -179,6 +179,18 @@ class Lanes:
     d2h: Lane
     h2d: Lane
 
+    @property
+    def rates_gbps(self) -> tuple[float, float] | None:
+        """How fast each is by itself; ``None`` before both have been used."""
+        d2h, h2d = self.d2h.rate_gbps, self.h2d.rate_gbps
+        return None if d2h is None or h2d is None else (d2h, h2d)
+
+    @property
+    def duplex_gbps(self) -> float | None:
+        """How fast they have mostly been, added up; ``None`` before both have been used."""
+        d2h, h2d = self.d2h.usual_rate_gbps, self.h2d.usual_rate_gbps
+        return None if d2h is None or h2d is None else d2h + h2d
+
 
 _lanes: dict[
     torch.device, Lanes
