@@ -47,6 +47,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--settle", type=int, default=5, help="more warm-up steps for this library, which plans by the steps before")
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels, so that plain equals itself")
     parser.add_argument("--profile", action="store_true", help="watch one more step of each variant; list where compute waited")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -114,7 +115,7 @@ def run_variant(name: str, options: argparse.Namespace, outcome: Outcome) -> "Ro
         variant.attach(workload)
         cleared.callback(variant.detach)
         outcome.facts |= workload.facts | {"device": describe(device), name: variants.package_version(variant)}
-        counts = {"steps": options.steps, "warmup": options.warmup}
+        counts = {"steps": options.steps, "warmup": options.warmup + (options.settle if variant.plans else 0)}
         row = measure.measure(workload, variant, name, plain=outcome.plain, resident_before=resident, **counts)
         if name == "plain":
             outcome.plain = measure.host_copies(workload)

@@ -250,3 +250,39 @@ def test_one_slow_step_is_no_reason_to_move_less():
     before = train(flow, W1, W1, W1)
     assert train(flow, W1, link=LINK.slower(0.5)).stall_fraction > 0.02
     assert train(flow, *[W1] * 4).out_bytes == before.out_bytes
+
+
+def pass_with_a_loss():
+    """One forward of 20 GB and 120 ms, a loss that saves next to nothing, its backward, and the backward of the rest."""
+    layers = range(40)
+    forward = [Save(frame=0, key=("layer", layer), num_bytes=500_000_000, compute_ms=3.0) for layer in layers]
+    loss = [Save(frame=0, key=("loss", chunk), num_bytes=2 << 20, compute_ms=5.0) for chunk in range(8)]
+    back = [Need(frame=0, key=("loss", chunk), compute_ms=14.0) for chunk in reversed(range(8))]
+    return forward, loss, [*back, *(Need(frame=0, key=("layer", layer), compute_ms=6.0) for layer in reversed(layers))]
+
+
+@pytest.mark.parametrize("budget_gb", [14, 13])
+def test_in_a_step_of_one_pass_the_link_goes_on_while_the_loss_runs(budget_gb):
+    forward, loss, back = pass_with_a_loss()
+    step = [*forward, *loss, *back]
+    flow = flow_of(budget_gb)
+    playback = train(flow, step, step, step)
+    levels = [num_bytes for _, num_bytes in playback.timeline]
+    assert max(levels) <= budget_gb * 1e9 + 500_000_000
+    assert levels[len(forward) + len(loss)] < (budget_gb - 1.5) * 1e9  # the loss takes 40 ms, the link moves 55 GB/s
+    # What the link has not moved by the end of forward is waited for, and nothing else is.
+    waits_ms = max(0.0, (20 - budget_gb) / 55.2 * 1e3 - 120)
+    assert playback.stall_ms <= waits_ms + 15
+
+
+def test_in_a_step_of_one_pass_a_budget_that_is_not_reached_moves_nothing():
+    forward, loss, back = pass_with_a_loss()
+    step = [*forward, *loss, *back]
+    flow = flow_of(21)
+    assert train(flow, step, step, step).out_bytes == 0
+
+
+def test_where_passes_overlap_no_more_is_moved_than_the_budget_needs():
+    flow = flow_of(30)
+    needed = 1 - 30e9 / (16 * 2.47e9)  # of four passes in flight
+    assert train(flow, W1, W1, W1).out_bytes < 1.4 * needed * SAVED

@@ -297,7 +297,8 @@ def test_a_lane_that_is_empty_has_no_backlog():
 
 def test_plans_are_made_before_the_last_work_of_a_backward_is_given_to_the_device(monkeypatch):
     model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(6)])
-    x, moments, where = torch.randn(256, 64, requires_grad=True), [], "outside"
+    moments: list[str] = []
+    where = "outside"
 
     def noted(*args: Any, **kwargs: Any) -> Schedule:
         moments.append(where)
@@ -308,15 +309,15 @@ def test_plans_are_made_before_the_last_work_of_a_backward_is_given_to_the_devic
     with bh.offload(model, activation_budget=200_000, tier="host", min_bytes=0) as handle:
         for _ in range(8):
             where = "forward"
-            loss = model(x).sum()
+            loss = model(torch.randn(256, 64)).sum()  # of which no copy is futile: nobody else has it
             where = "backward"
             loss.backward()
             del loss
             where = "outside"
-            x.grad = None
         assert handle.stats.offloaded_bytes
     assert moments[0] == "forward"  # the times of the first step are there: it was a CPU
-    assert moments[-3:] == ["backward"] * 3  # once it is known which copies free nothing, and are not made
+    assert len(moments) > 3
+    assert set(moments[1:]) == {"backward"}
 
 
 def test_without_a_budget_nothing_is_moved_that_leaves_after_the_peak_is_over():

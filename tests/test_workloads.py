@@ -428,6 +428,14 @@ def test_run_prints_a_row_for_every_variant_and_writes_json(tmp_path, capsys):
     assert results["hidden"] == dsv3.TINY.hidden
 
 
+def test_variants_that_plan_get_more_steps_to_settle(monkeypatch):
+    warmups = {}
+    monkeypatch.setattr(measure, "measure", lambda *args, **kwargs: warmups.update({args[2]: kwargs["warmup"]}) or measure.Row(variant=args[2], note="not run"))
+    monkeypatch.setattr(measure, "host_copies", lambda workload: [])
+    run.run(run.parse(["W1", "--size", "tiny", "--device", "cpu", "--warmup", "2", "--settle", "4", "--variants", "plain,checkpoint,lean:0"]))
+    assert warmups == {"plain": 2, "checkpoint": 2, "lean:0": 6}
+
+
 def test_deterministic_kernels_are_left_as_they_were():
     with run.determinism(True):
         assert torch.are_deterministic_algorithms_enabled()

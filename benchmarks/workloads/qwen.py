@@ -106,10 +106,10 @@ class QwenTraining(Workload):
         self.blocks = list(model.model.layers)
         self.plan = {**norms_and_activations, "*": "offload"}
         num_layers = config.num_hidden_layers
-        # What the later layers save is needed back first: the link cannot hide it.
-        ups = {f"*.layers.{layer}.mlp.up_proj": "recompute" for layer in range(num_layers // 4, num_layers)}
-        experts = {"*.mlp.experts": "recompute"}
-        self.tight = {**(experts if sizes.family == "Qwen3Moe" else ups), "*": "offload"}
+        # The link hides what the first layers save: the forward pass of all others comes in between.
+        module = "mlp.experts" if sizes.family == "Qwen3Moe" else "mlp.up_proj"
+        again = [f"*.layers.{layer}.{module}" for layer in range(num_layers // 4, num_layers)]
+        self.tight = {**dict.fromkeys(again, "recompute"), "*": "offload"}
         self.slots = (Slot(kind="forward", microbatch=0), Slot(kind="backward", microbatch=0))
         self.facts = {
             "model": type(model).__name__,

@@ -211,7 +211,7 @@ class Claims:
     def of_leaf(self, leaf: Tensor, user: Node) -> Promise | None:
         """Return the promise for a leaf of the graph that ``user`` has as an operand."""
         if type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided and self.is_steady(leaf) and self.is_unwritten(leaf, user):
-            return Leaf(leaf) if isinstance(leaf, nn.Parameter) else Kept(leaf)
+            return Leaf(leaf) if type(leaf) is nn.Parameter else Kept(leaf)
         return None
 
     def given(self, node: Node, output_nr: int, *, at_most: int) -> Tensor | None:
@@ -231,15 +231,15 @@ class Claims:
             return promise.again()
         if type(promise) is Kept:
             kept = promise.alias
-            if type(kept) not in (Tensor, nn.Parameter) or not self.is_steady(kept):
-                return None
-            return Leaf(kept) if isinstance(kept, nn.Parameter) else promise
+            if type(kept) is nn.Parameter:
+                return Leaf(kept) if self.is_steady(kept) else None
+            return promise if type(kept) is Tensor and self.is_steady(kept) else None
         if type(promise) is Recast:
             return promise if self.is_steady(promise.source) else None
         return promise if type(promise) is Saved else None
 
 
 def _is_unchanged(promise: Promise) -> bool:
-    if isinstance(promise, (Saved, Remade)):
+    if type(promise) is Saved or type(promise) is Remade:
         return not promise.view.changed
-    return isinstance(promise, Kept) and _torch.version_of(promise.alias) == promise.version
+    return type(promise) is Kept and _torch.version_of(promise.alias) == promise.version

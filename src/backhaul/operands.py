@@ -48,7 +48,8 @@ class OwnClaims(Claims):
 
     def is_steady(self, kept: Tensor) -> bool:
         """Say whether a kept tensor is certain to be there in any part of backward. Weights that FSDP gathers are not."""
-        return not isinstance(kept, nn.Parameter) or self._is_unwritten(kept)
+        # As in `is_parameter`: a parameter is never a mere Tensor.
+        return type(kept) is Tensor or not isinstance(kept, nn.Parameter) or self._is_unwritten(kept)
 
     def is_unwritten(self, leaf: Tensor, user: Node) -> bool:
         """Say whether a leaf is certain to be as it was when ``user`` ran."""
@@ -57,9 +58,10 @@ class OwnClaims(Claims):
     def given(self, node: Node, output_nr: int, *, at_most: int) -> Tensor | None:
         """Return what a node produced, if the module at work has been called with it, and nobody writes to it ([Note: Given])."""
         scope = self._here.scope
-        for place, tensor in enumerate(scope.given if scope is not None else ()):
+        if scope is None:
+            return None
+        for place, tensor in enumerate(scope.given):
             if tensor.output_nr == output_nr and node_of(tensor) is node and not _torch.version_of(tensor):
-                assert scope is not None
                 if tensor.untyped_storage().nbytes() > at_most:
                     return None
                 key = scope.fqn, scope.call, place

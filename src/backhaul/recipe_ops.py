@@ -37,6 +37,7 @@ Function = Callable[..., Tensor]
 class Output(NamedTuple):
     """One of the tensors that a node produced."""
 
+    node: Node
     nr: int
     shape: Any
     dtype: torch.dtype

@@ -82,11 +82,11 @@ class Step(NamedTuple):
 class Recipe:
     """Makes one storage again. ``cheap``: touches little memory for what it frees."""
 
-    __slots__ = ("cheap", "device_type", "layout", "parts")
+    __slots__ = ("cheap", "device", "layout", "parts")
 
     def __init__(self, parts: "list[Promise | Step | None]", tensor: Tensor, *, cheap: bool) -> None:
         self.parts = parts  # in order, the result last; None is an operand that is absent
-        self.device_type = tensor.device.type
+        self.device = tensor.device
         self.layout = Layout.of(tensor)
         self.cheap = cheap
 
@@ -95,9 +95,10 @@ class Recipe:
         was_enabled = torch.is_grad_enabled()
         try:
             set_grad_enabled(False)
-            if torch.is_autocast_enabled(self.device_type):
+            device_type = self.device.type
+            if torch.is_autocast_enabled(device_type):
                 # Ops take their operands as they are: what autocast cast was saved cast, or is a cast of its own.
-                with torch.autocast(self.device_type, enabled=False):
+                with torch.autocast(device_type, enabled=False):
                     self._follow(wanted, bring)
             else:
                 self._follow(wanted, bring)
@@ -111,15 +112,17 @@ class Recipe:
         given: list[weakref.ref[UntypedStorage]] = []
         for index, part in enumerate(parts):
             if isinstance(part, Step):
-                values.append(part.function(*[values[operand] for operand in part.operands]).to(part.dtype))
+                value = part.function(*[values[operand] for operand in part.operands])
+                values.append(value if value.dtype is part.dtype else value.to(part.dtype))
                 for operand in part.operands:
                     if last_use[operand] == index:
                         values[operand] = None
             elif part is None:
                 values.append(None)
             else:
-                values.append(part.restore(bring))
-                given.append(weakref.ref(values[-1].untyped_storage()))
+                value = part.restore(bring)
+                values.append(value)
+                given.append(weakref.ref(value.untyped_storage()))
         wanted.fill(self._storage(values[-1], given, wanted.num_bytes))
 
     def _storage(self, value: Tensor, given: "list[weakref.ref[UntypedStorage]]", num_bytes: int) -> UntypedStorage:
@@ -140,81 +143,87 @@ def recipe_for(tensor: Tensor, sources: Sources, *, cheap_only: bool = True) -> 
     base = _torch.view_base(tensor)
     whole = tensor if base is None else base
     node = whole.grad_fn
-    if node is None or (op := OPS.get(node.name())) is None:
+    if node is None or node.name() not in OPS:
         return None
     shape, dtype = whole.shape, whole.dtype
-    num_elements = shape.numel()
+    num_bytes = whole.nbytes
     if (
         _torch.version_of(whole)
         or not shape
         or dtype.is_complex
         or type(whole) is not Tensor
-        or num_elements * dtype.itemsize != whole.untyped_storage().nbytes()
+        or num_bytes != whole.untyped_storage().nbytes()
     ):
         return None
-    writer = _Writer(sources, whole.device, num_elements * dtype.itemsize)
-    if writer.write(node, op, Output(whole.output_nr, shape, dtype), 0) is None:
+    cheap = DEAREST * whole.numel()
+    writer = _Writer(sources, whole, num_bytes, most_touched=cheap if cheap_only else math.inf)
+    if writer.write(Output(node, whole.output_nr, shape, dtype), 0) is None or not writer.hold_what_is_given():
         return None
-    cheap = writer.num_touched <= DEAREST * num_elements
-    if (cheap_only and not cheap) or not writer.hold_what_is_given():
-        return None
-    return Recipe(writer.parts, whole, cheap=cheap)
-
-
-class _Later(NamedTuple):
-    """An operand that is to be made, too."""
-
-    node: Node
-    op: Op
-    out: Output
+    return Recipe(writer.parts, whole, cheap=writer.num_touched <= cheap)
 
 
 class _Writer:
     """Writes the parts of one recipe. Methods return the number of a part, or ``None`` where there is no recipe."""
 
-    def __init__(self, sources: Sources, device: torch.device, num_bytes: int) -> None:
+    __slots__ = (
+        "device", "given", "known", "most_given", "most_touched", "num_steps", "num_touched", "on_cpu", "parts", "sources",
+    )  # fmt: skip
+
+    def __init__(self, sources: Sources, whole: Tensor, num_bytes: int, *, most_touched: float) -> None:
         self.sources = sources
-        self.device = device
-        self.num_bytes = num_bytes  # to be freed
+        self.device = whole.device
+        self.on_cpu = whole.is_cpu
+        self.most_given = num_bytes // MUCH_LESS  # bytes of an operand that nobody holds as yet
+        self.most_touched = most_touched  # elements, as the next one
+        self.num_touched = 0
+        self.num_steps = 0
         self.given: dict[int, Tensor] = {}  # by the number of their part, what is to be held for this recipe
         self.parts: list[Promise | Step | None] = []
         self.known: dict[tuple[Node, int], int] = {}  # what is needed twice is restored or made once
-        self.num_steps = 0
-        self.num_touched = 0  # elements
 
-    def write(self, node: Node, op: Op, out: Output, depth: int) -> int | None:
-        """Write what makes one output of ``node``."""
+    def write(self, out: Output, depth: int) -> int | None:
+        """Write what makes ``out``, unless that is written."""
+        node = out.node
+        key = node, out.nr
+        number = self.known.get(key)
+        if number is not None:
+            return number
+        op = OPS[node.name()]
         self.num_steps += 1
-        if self.num_steps > MOST_STEPS or (op.is_norm and out.nr):
+        if not op.is_view:
+            self.num_touched += math.prod(out.shape)
+        if self.num_steps > MOST_STEPS or self.num_touched > self.most_touched or (op.is_norm and out.nr):
             return None
         operands = self._operands(node, op, depth)  # all of them before going deeper: what fails mostly fails at once
         if operands is None:
             return None
-        if self.device.type == "cpu" and op.rounds(node) and (depth or any(isinstance(each, _Later) for each in operands)):
+        if self.on_cpu and op.rounds(node) and (depth or any(isinstance(each, Output) for each in operands)):
             return None  # recipe_ops.py, [Note: Same bits]
+        numbers: list[int] = []
+        for operand in operands:
+            number = self.write(operand, depth + 1) if isinstance(operand, Output) else operand
+            if number is None:
+                return None
+            numbers.append(number)
         function = op.function(node, out)
         if op.is_norm:
             eps = self.sources.eps_of(_torch.kept_by(node, "input"))
             if eps is None:
                 return None
             function = functools.partial(function, eps=eps[0])
-        numbers: list[int] = []
-        for operand in operands:
-            number = self._make(operand, depth + 1) if isinstance(operand, _Later) else operand
-            if number is None:
-                return None
-            numbers.append(number)
-        if not op.is_view:
-            self.num_touched += math.prod(out.shape)
-        return self._add(Step(function, tuple(numbers), out.dtype))
+        number = self.known[key] = self._add(Step(function, tuple(numbers), out.dtype))
+        return number
 
-    def _operands(self, node: Node, op: Op, depth: int) -> "list[int | _Later] | None":
-        operands: list[int | _Later] = []
-        edges = node.next_functions
-        if not op.keeps and any(self._is_nowhere(before, output_nr) for before, output_nr in edges):
-            return None
+    def _operands(self, node: Node, op: Op, depth: int) -> "list[int | Output] | None":
+        """Return the number of each operand that is at hand, and which have to be made."""
+        operands: list[int | Output] = []
+        edges, keeps = node.next_functions, op.keeps
+        if not keeps:
+            for before, output_nr in edges:
+                if self._is_nowhere(before, output_nr):
+                    return None
         for place, (before, output_nr) in enumerate(edges):
-            kept = _torch.kept_by(node, op.keeps[place]) if op.keeps else None
+            kept = _torch.kept_by(node, keeps[place]) if keeps else None
             if kept is None and before is None and op.is_norm:
                 operands.append(self._add(None))
                 continue
@@ -243,7 +252,7 @@ class _Writer:
 
     def _given(self, before: Node, output_nr: int) -> Tensor | None:
         """Return an operand that nobody holds as yet, if to hold it takes much less than the recipe frees."""
-        return self.sources.given(before, output_nr, at_most=self.num_bytes // MUCH_LESS)
+        return self.sources.given(before, output_nr, at_most=self.most_given)
 
     def hold_what_is_given(self) -> bool:
         """Have a promise for all that would have gone without this recipe. Say whether there are such promises."""
@@ -254,42 +263,34 @@ class _Writer:
             self.parts[number] = promise
         return True
 
-    def _operand(self, node: Node, kept: Any, before: Node | None, output_nr: int, depth: int) -> "int | _Later | None":
+    def _operand(self, node: Node, kept: Any, before: Node | None, output_nr: int, depth: int) -> "int | Output | None":
         if before is None:
             promise = self.sources.of_kept(kept)
             return None if promise is None else self._add(promise)
-        number = self.known.get((before, output_nr))
+        key = before, output_nr
+        number = self.known.get(key)
         if number is not None:
             return number
-        promise = self.sources.of_kept(kept)
+        promise = None if kept is None else self.sources.of_kept(kept)
         if promise is None:
             out = _torch.output_of(before, output_nr)
             if out.device != self.device:
                 return None
             promise = self.sources.of_output(before, output_nr)
+        if promise is None:
             name = before.name()
-            if promise is None and name == _LEAF:
+            if name == _LEAF:
                 promise = self.sources.of_leaf(before.variable, node)  # type: ignore[attr-defined]
-            if promise is None and (tensor := self._given(before, output_nr)) is not None:
-                number = self.known[before, output_nr] = self._add(None)
-                self.given[number] = tensor
-                return number
-            if promise is None:
-                op = OPS.get(name)
-                shape, dtype = out.shape, out.dtype
-                if op is None or depth == DEEPEST or not shape or dtype.is_complex:
+                if promise is None:
                     return None
-                return _Later(before, op, Output(output_nr, shape, dtype))
-        number = self.known[before, output_nr] = self._add(promise)
-        return number
-
-    def _make(self, operand: _Later, depth: int) -> int | None:
-        key = operand.node, operand.out.nr
-        number = self.known.get(key)
-        if number is None:
-            number = self.write(operand.node, operand.op, operand.out, depth)
-            if number is not None:
-                self.known[key] = number
+            elif (tensor := self._given(before, output_nr)) is not None:
+                self.given[len(self.parts)] = tensor
+            else:
+                shape, dtype = out.shape, out.dtype
+                if name not in OPS or depth == DEEPEST or not shape or dtype.is_complex:
+                    return None
+                return Output(before, output_nr, shape, dtype)
+        number = self.known[key] = self._add(promise)
         return number
 
     def _add(self, part: "Promise | Step | None") -> int:

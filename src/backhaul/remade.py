@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.storage import UntypedStorage
 
 from backhaul import _torch
-from backhaul.saved import Bring, View, empty, flat, modified_in_place
+from backhaul.saved import Bring, View, empty, modified_in_place
+from backhaul.tiers.streams import current_stream
 
 
 class Maker(Protocol):
@@ -88,9 +89,9 @@ class Made:
         assert storage.nbytes() == self.num_bytes
         self.storage = storage
         self.home = weakref.ref(storage)
-        self.counter = counter_of(flat(storage))
-        self.version = _torch.version_of(self.counter)
-        self.stream = _current_stream(storage.device)
+        self.counter = torch.empty(0, dtype=torch.uint8, device=storage.device)  # any tensor of our own: what is handed out shares it
+        self.version = 0
+        self.stream = current_stream(storage.device)
 
     @property
     def _was_written(self) -> bool:
@@ -110,7 +111,7 @@ class Made:
                 assert storage is not None
                 if self.check is not None:
                     self.check(storage)
-            if self.stream is not None and (current := _current_stream(storage.device)) != self.stream:
+            if self.stream is not None and (current := current_stream(storage.device)) != self.stream:
                 assert current is not None
                 current.wait_stream(self.stream)
             promise.had = True
@@ -205,10 +206,6 @@ class Outputs:
 
 def _nowhere() -> None:
     """Stand for a weak reference to a storage that is gone."""
-
-
-def _current_stream(device: torch.device) -> torch.Stream | None:
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def counter_of(tensor: Tensor) -> Tensor:

@@ -1,19 +1,24 @@
 """What a learned step tells about the next one: which blob should leave when, and when it should start back.
 
 Covers: the schedule made from the record of a step and its pace ([Note: Schedule]).
-Does not cover: what to do while nothing is known or the step turns out different (flow.py), or real copies (engine.py).
+Does not cover: what is known of a step beforehand (foresight.py), what to do while nothing is known or a step turns out different
+(flow.py), or real copies (engine.py).
 
 [Note: Schedule]
 A step is a list of events, saves and needs, with the compute time between them. The schedule is found by playing the step against the
 link, greedily, with its whole future known, and it is a list of decisions for each event:
 
 * Copy out, whenever the lane is idle before the next event: the resident blob whose next use is furthest, if a round trip ends before that
-  use. Without a budget, only if every reload that it joins can be in time.
+  use. Where all that the link hides shall go, only if every reload that it joins can be in time.
 * Release, only when room is needed: the copied blob whose next use is furthest and whose copy has ended. Where there is none, compute
-  waits for the copy that ends first. Without a budget, release whatever has been copied, and what has been used only if it can be back
-  in time for its next use; but move nothing that leaves only when the peak is over.
+  waits for the copy that ends first. Where all that the link hides shall go, release whatever has been copied, and what has been used only
+  if it can be back in time for its next use.
 * Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
   later.
+
+Without a budget all that the link hides goes, but for what would leave when the peak is over. In a step of one pass it goes, too, unless
+compute waits longer for it: after the forward comes the loss, which needs memory of which nothing is known here, so the peak may be still
+to come when the budget is met. In a pipeline, where passes overlap, there would be no end to it.
 
 Where the host reads from the device (``.item()``, a router's counts), its small copy waits for the chunk on the copy engine, and then the
 device has nothing to do until the host has gone on. So a copy out does not run into such a moment, and little is issued just after it: what
@@ -31,6 +36,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from backhaul.deadlines import Deadlines
+from backhaul.foresight import Table
 from backhaul.steps import Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 
@@ -41,7 +47,6 @@ SLACK_MS = 2.0  # reloads start so much sooner than they must, or just in time w
 TRUST = 0.98  # of the link's rates, so that copies that are a little late do not delay all that follow
 HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of the next
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
-BUSY_MS = 1.0  # of compute after that, in which the host has better things to do than to issue copies: the device waits for it
 POLITE = 0.7  # of the lane's time is enough, where copies keep out of the host's way
 HIGH = 0.8  # of the peak is near enough to it for what else needs memory to make another one
 WORTH = 0.8  # of the peak, or less, and copies mind the host no more without a budget
@@ -93,7 +98,7 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
         budget: bytes that may be resident; ``None`` moves what the link hides.
         reads: events just before which the host read from the device, sorted.
     """
-    table = _Table(step, gaps, reads)
+    table = Table(step, gaps, reads)
     link = link.slower(TRUST)
     if budget is None:
         best = _Play(table, link, None, 1.0).run()
@@ -105,73 +110,20 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
     shares = [1.0, *(excess * surplus for surplus in SURPLUS if excess * surplus < 1)]
     best = Schedule({}, table.at, math.inf, math.inf)
     for polite in (True, False) if reads else (True,):
-        for share in shares:
-            found = _Play(table, link, budget, share, polite=polite).run(limit=best.cost_ms)
+        for share, eager in (*([(1.0, True)] if table.is_one_pass else ()), *((share, False) for share in shares)):
+            found = _Play(table, link, budget, share, polite=polite, eager=eager).run(limit=best.cost_ms)
             best = min(best, found, key=lambda each: each.cost_ms)
     return best
-
-
-class _Table:
-    """A step by item and by event: what every play of it needs to know."""
-
-    def __init__(self, step: Step, gaps: Sequence[float], reads: Sequence[int]) -> None:
-        self.step = step
-        self.gaps = gaps
-        self.reads = reads
-        self.saves, self.needs = step.index()
-        self.at = [0.0]  # by event: ms since the step began, were there no stalls
-        for gap in gaps:
-            self.at.append(self.at[-1] + gap)
-        num_events = len(step.events)
-        self.since: list[float] = []  # by event: when the host read last
-        self.free_at = [0.0] * num_events  # by event: when the next one comes at which the host is not busy after a read
-        self._find_free_moments()
-        self.drops: dict[int, list[int]] = {}
-        for item, event in enumerate(step.drops):
-            self.drops.setdefault(min(event, num_events), []).append(item)
-        self.alive = []  # by event: bytes that would be resident if nothing moved
-        movable = 0
-        for position, event in enumerate(step.events):
-            movable -= sum(step.sizes[item] for item in self.drops.get(position, ()))
-            movable += step.sizes[event] if event >= 0 else 0
-            self.alive.append(movable + step.fixed[position])
-        peaks = zip(self.alive, (*self.alive[1:], 0), range(num_events), strict=True)
-        self.peaks = [position for alive, after, position in peaks if alive >= after]
-        frames: dict[int, list[tuple[float, int]]] = {}
-        for item, (ordinal, _) in enumerate(step.names):
-            end = self.needs[item][0] if self.needs[item] else num_events
-            frames.setdefault(ordinal, []).append((self.at[self.saves[item]] - self.at[end], item))
-        self.depth = [math.inf] * len(step.names)  # by item: the share of its frame's bytes that live longer
-        for items in frames.values():
-            total = sum(step.sizes[item] for _, item in items)
-            longer = 0
-            for _, item in sorted(items):
-                self.depth[item] = longer / (total or 1)
-                longer += step.sizes[item]
-
-    def _find_free_moments(self) -> None:
-        since, reads = -math.inf, set(self.reads)
-        for position, at in enumerate(self.at[:-1]):
-            since = at if position in reads else since
-            self.since.append(since)
-        free_at = self.at[-1]
-        for position in range(len(self.since) - 1, -1, -1):
-            self.free_at[position] = free_at
-            if not self.is_busy(position):
-                free_at = self.at[position]
-
-    def is_busy(self, position: int) -> bool:
-        """Say whether the host has just read from the device, which has nothing to do until the host goes on."""
-        return self.at[position] - self.since[position] < BUSY_MS
 
 
 class _Play:
     """One playing of a step against the wire, in which the share of each frame that lives longest may leave."""
 
-    def __init__(self, table: _Table, link: Link, budget: int | None, share: float, *, polite: bool = True) -> None:
+    def __init__(self, table: Table, link: Link, budget: int | None, share: float, *, polite: bool = True, eager: bool = False) -> None:
         self.table = table
         self.polite = polite  # copies to the tier keep out of the host's way where they can afford to
         self.budget = budget
+        self.eager = eager or budget is None  # moves all that the link hides, whether the budget needs it or not
         self.share = share
         self.wire = Wire(link)
         self.sizes = table.step.sizes
@@ -183,6 +135,7 @@ class _Play:
         self.leavers: list[tuple[int, int]] = []  # heap of (-next use, item): resident, not copied, within the share
         self.others: list[tuple[int, int]] = []  # the same, beyond the share: they leave if the budget cannot be met otherwise
         self.copied: list[tuple[int, int]] = []  # the same, resident and copied
+        self.back: list[tuple[int, int]] = []  # the same, and brought back for a use to come, where the others leave as soon as they can
         self.absent: list[tuple[int, int]] = []  # (next use, item), sorted
         self.absent_bytes = 0
         self.latest_start = -math.inf  # of the first reload, were there no more stalls; to be found again where it is -inf
@@ -225,8 +178,8 @@ class _Play:
             due = wire.now + gaps[position]
             if wire.coming(item):
                 due += wire.eta_in(item)
-            if room is None:
-                self._release_copied(item)
+            if self.eager:
+                self._release_copied(item, due)
             is_alone = event < 0 and self.resident_bytes == self.sizes[item] and table.step.drops[item] <= position + 1
             if room is not None and is_alone:
                 room += self.sizes[item]
@@ -243,7 +196,7 @@ class _Play:
             if self.slip + self.host_ms > limit:
                 return Schedule(self.decisions, self.at, self.slip, math.inf)
             wire.advance(wire.now + gaps[position])
-        copied_ms = wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms
+        copied_ms = 0.0 if self.eager else wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms
         return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * copied_ms + self.host_ms, self.levels)
 
     def _keep_host(self, item: int) -> None:
@@ -289,8 +242,10 @@ class _Play:
         What is needed no more but stays alive, as between the halves of a split backward, is the first to go where that costs no copy.
         """
         use = self.next_use[item]
-        if self.budget is None and self.has_copy[item] and use < self.num_events:
+        if self.eager and self.has_copy[item] and use < self.num_events:
             if not self._pays(item, use):  # it would have to come back at once
+                if self.budget is not None:  # but may have to make room
+                    heapq.heappush(self.back, (-use, item))
                 return
             self._pledge(item)
         if use < self.num_events or (self.has_copy[item] and self.table.step.drops[item] > len(self.at)):
@@ -333,16 +288,23 @@ class _Play:
         self._keep_host(item)
         self.wire.copy_out(item, self.sizes[item])
         self.has_copy[item] = True
-        if self.budget is None:
+        if self.eager:
             self._pledge(item)
         self._offer(item)
 
     def _victim(self, spared: int, later_than: int = -1) -> int | None:
         """Take the copied resident item whose next use is furthest and whose copies have ended, if that use is late enough."""
+        for heap in sorted((heap for heap in (self.copied, self.back) if heap), key=lambda heap: heap[0]):
+            found = self._furthest(heap, spared, later_than)
+            if found is not None:
+                return found
+        return None
+
+    def _furthest(self, copied: list[tuple[int, int]], spared: int, later_than: int = -1) -> int | None:
         waiting = []
         found = None
-        while self.copied and found is None:
-            entry = heapq.heappop(self.copied)
+        while copied and found is None:
+            entry = heapq.heappop(copied)
             use, item = -entry[0], entry[1]
             if not self.resident[item] or use != self.next_use[item]:
                 continue
@@ -354,7 +316,7 @@ class _Play:
             else:
                 found = item
         for entry in waiting:
-            heapq.heappush(self.copied, entry)
+            heapq.heappush(copied, entry)
         return found
 
     def _make_room(self, room: int, spared: int) -> None:
@@ -408,7 +370,7 @@ class _Play:
                 self._release(victim)
             self._reload(item)
             if room is not None:
-                self._offer(item)
+                heapq.heappush(self.back if self.eager else self.copied, (-use, item))
 
     def _latest_start(self) -> float:
         """Return when the first reload must start so that it and all that follow are in time, were there no stalls."""
@@ -440,9 +402,9 @@ class _Play:
         wire, at = self.wire, self.table.at
         size = self.sizes[item]
         back = wire.now + wire.backlog_out() + size * (wire.out_ms + wire.in_ms)
-        if back > at[use] + self.slip:
+        if back + (SLACK_MS if self.eager else 0.0) > at[use] + self.slip:
             return False
-        if self.budget is not None:
+        if not self.eager:
             return True
         self.deadlines.add(use, size * wire.in_ms)
         latest = self.deadlines.latest_start
@@ -460,7 +422,7 @@ class _Play:
         if self.quiet == math.inf or room is None:
             return
         # Bytes that have to be released, by event, beside those that can be at once, against what so much of the lane moves until then.
-        at_hand = (item for use, item in self.copied if self.next_use[item] == -use and self.resident[item])
+        at_hand = (item for use, item in (*self.copied, *self.back) if self.next_use[item] == -use and self.resident[item])
         pressing = self.resident_bytes - room - sum(map(self.sizes.__getitem__, at_hand))
         returning = iter((*self.absent, (self.num_events, -1)))
         use, item = next(returning)
@@ -482,7 +444,13 @@ class _Play:
         fits = took < self.quiet - self.table.since[len(self.at) - 1] - QUIET_MS  # between two reads at all
         return fits and self.wire.now + self.wire.backlog_out() + took > self.quiet + self.slip - QUIET_MS
 
-    def _release_copied(self, spared: int) -> None:
-        """Release what has been copied: without a budget only what pays is."""
-        while (item := self._victim(spared)) is not None:
-            self._release(item)
+    def _release_copied(self, spared: int, due: float) -> None:
+        """Release what has been copied, but nothing that would have to start back before then."""
+        while (item := self._furthest(self.copied, spared)) is not None:
+            use = self.next_use[item]
+            is_first = not self.absent or use < self.absent[0][0]
+            if is_first and self.deadlines.latest_start + self.slip < due + SLACK_MS:
+                self._redeem(item)
+                heapq.heappush(self.back, (-use, item))
+            else:
+                self._release(item)

@@ -24,6 +24,7 @@ from backhaul.flow import Flow, Link
 from backhaul.sizes import format_bytes
 from backhaul.tiers.base import Tier, Transfer
 from backhaul.tiers.pools import in_current_pool
+from backhaul.tiers.streams import current_stream
 from backhaul.timing import Timeline, Waits, clock_of
 
 RATE_CHANGE = 0.03  # a smaller change of the tier's speed is no reason to plan again
@@ -37,7 +38,7 @@ class Station:
         self.device = device
         self.activation_budget = activation_budget
         self.clock = clock_of(device)
-        self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id or handle
+        self.streams: dict[int, torch.Stream] = {}  # compute streams seen, by id
         self.dropped: list[UntypedStorage] = []  # held until nobody else has it, and then
         self.limbo: deque[tuple[list[Any], list[UntypedStorage]]] = deque()  # until the streams have passed these points
         self.flow = Flow(activation_budget=activation_budget)
@@ -90,16 +91,8 @@ class Station:
 
     def current_stream(self) -> torch.Stream | None:
         """Return the current stream, and remember it as one that computes; ``None`` on a device without streams."""
-        if self.device.type == "cpu":
-            return None
-        if self.device.type != "cuda":
-            stream = torch.accelerator.current_stream(self.device)
-            return self.streams.setdefault(stream.stream_id, stream)
-        handle = _torch.current_cuda_stream(self.device.index)
-        known = self.streams.get(handle)
-        if known is None:
-            known = self.streams[handle] = torch.accelerator.current_stream(self.device)
-        return known
+        stream = current_stream(self.device)
+        return None if stream is None else self.streams.setdefault(stream.stream_id, stream)
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
         """Return a context in which ``stream``, one that has been seen here, is the current one."""

@@ -1,6 +1,7 @@
 """Streams, events and copies, as lanes and clocks need them of a device.
 
-Covers: torch's own, on any accelerator; on CUDA the runtime's, at a fraction of the cost on the host ([Note: Host cost]).
+Covers: the current stream; streams, events and copies through torch, on any accelerator; on CUDA through the runtime, at a fraction of the
+cost on the host ([Note: Host cost]).
 Does not cover: which copy waits for what (lanes.py), or what is measured (timing.py).
 
 [Note: Host cost]
@@ -125,12 +126,15 @@ class CudaStream:
         self.owner = owner
 
     def wait_event(self, event: "CudaEvent") -> None:
-        with self.in_its_device():
-            self.runtime.check(self.runtime.wait(self.handle, event.handle, 0))
+        self.call(self.runtime.wait, self.handle, event.handle, 0)
 
-    def in_its_device(self) -> AbstractContextManager[Any]:
-        """Return a context in which the handle means this stream: that of the default stream, 0, is the current device's."""
-        return nullcontext() if self.handle or torch.cuda.current_device() == self.device else torch.cuda.device(self.device)
+    def call(self, function: Any, *arguments: Any) -> None:
+        """Call a function of the runtime where the handle means this stream: that of the default stream, 0, is the current device's."""
+        if self.handle or _torch.current_cuda_device() == self.device:
+            self.runtime.check(function(*arguments))
+        else:
+            with torch.cuda.device(self.device):
+                self.runtime.check(function(*arguments))
 
 
 class CudaEvent:
@@ -144,8 +148,7 @@ class CudaEvent:
         self.handle = handle
 
     def record(self, stream: CudaStream) -> None:
-        with stream.in_its_device():
-            self.runtime.check(self.runtime.record(self.handle, stream.handle))
+        stream.call(self.runtime.record, self.handle, stream.handle)
 
     def query(self) -> bool:
         answer = self.runtime.query(self.handle)
@@ -173,6 +176,7 @@ class CudaStreams:
         self.index: int = device.index
         self.runtime = runtime
         self.free: deque[int] = deque()  # events, to be used again
+        self.known: dict[int, CudaStream] = {}  # current ones, by handle
 
     def new_stream(self) -> CudaStream:
         owner = torch.cuda.Stream(self.index)
@@ -186,7 +190,11 @@ class CudaStreams:
         return CudaEvent(self.runtime, self.free, handle)
 
     def current(self) -> CudaStream:
-        return CudaStream(self.runtime, self.index, _torch.current_cuda_stream(self.index))
+        handle = _torch.current_cuda_stream(self.index)
+        stream = self.known.get(handle)
+        if stream is None:
+            stream = self.known[handle] = CudaStream(self.runtime, self.index, handle)
+        return stream
 
     def copying(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -253,3 +261,20 @@ def streams_of(device: torch.device) -> Streams:
     """Return what there is for a device that has streams; ``device`` has an index."""
     runtime = _runtime() if device.type == "cuda" else None
     return TorchStreams(device) if runtime is None else CudaStreams(device, runtime)
+
+
+_current: dict[tuple[torch.device, int], torch.Stream] = {}  # seen so far, by handle or id
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return this thread's current stream, the same object each time; ``None`` on a device without streams."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        stream = torch.accelerator.current_stream(device)
+        return _current.setdefault((device, stream.stream_id), stream)
+    key = device, _torch.current_cuda_stream(device.index)
+    known = _current.get(key)
+    if known is None:  # to ask torch takes several microseconds
+        known = _current[key] = torch.accelerator.current_stream(device)
+    return known
