@@ -338,3 +338,25 @@ def test_without_a_budget_nothing_is_moved_that_leaves_after_the_peak_is_over():
     assert max(levels) < 40  # of 60: some do leave
     num_copies = sum(isinstance(each, CopyOut) for issued in plan.decisions.values() for each in issued)
     assert 20 <= num_copies < 40
+
+
+def test_where_the_device_waits_for_the_host_a_budget_moves_no_more_than_it_needs():
+    step, gaps = recorded(60, 100 * MB, save_ms=1.0, need_ms=3.0)
+
+    def num_copies(*, host_is_ahead: bool) -> int:
+        plan = schedule(step, gaps, link=LINK, budget=5400 * MB, host_is_ahead=host_is_ahead).without_spares()
+        return sum(isinstance(decision, CopyOut) for issued in plan.decisions.values() for decision in issued)
+
+    assert 6 <= num_copies(host_is_ahead=False) <= 8 < num_copies(host_is_ahead=True)
+
+
+def test_the_host_is_ahead_unless_the_device_is_idle_at_many_events():
+    pace, ms = Pace(), [float(position) for position in range(100)]
+    pace.measure(ms, [0.0] * 100, idle=range(1, 100))
+    assert not pace.host_is_ahead
+    assert not pace.only(range(50)).host_is_ahead
+    assert pace.reads == []
+    for _ in range(2):
+        pace.measure(ms, [0.0] * 100, idle=[7, 50])
+    assert pace.host_is_ahead
+    assert pace.reads == [7, 50]

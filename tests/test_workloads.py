@@ -430,9 +430,15 @@ def test_run_prints_a_row_for_every_variant_and_writes_json(tmp_path, capsys):
 
 def test_variants_that_plan_get_more_steps_to_settle(monkeypatch):
     warmups = {}
-    monkeypatch.setattr(measure, "measure", lambda *args, **kwargs: warmups.update({args[2]: kwargs["warmup"]}) or measure.Row(variant=args[2], note="not run"))
+
+    def noted(workload, variant, name, *, warmup, **_):
+        warmups[name] = warmup
+        return measure.Row(variant=name, note="not run")
+
+    monkeypatch.setattr(measure, "measure", noted)
     monkeypatch.setattr(measure, "host_copies", lambda workload: [])
-    run.run(run.parse(["W1", "--size", "tiny", "--device", "cpu", "--warmup", "2", "--settle", "4", "--variants", "plain,checkpoint,lean:0"]))
+    options = ["W1", "--size", "tiny", "--device", "cpu", "--warmup", "2", "--settle", "4"]
+    run.run(run.parse([*options, "--variants", "plain,checkpoint,lean:0"]))
     assert warmups == {"plain": 2, "checkpoint": 2, "lean:0": 6}
 
 

@@ -152,5 +152,6 @@ class Course(Generic[Blob]):
         self.num_made += 1
         self.basis, self.planned, self.stale, self.num_broken, self.num_since = (link, budget), self.pace.gaps, False, 0, 0
         link = link.slower(self.trust) if budget is None else link
-        found = schedule(self.step, self.pace.gaps, link=link, budget=budget, reads=self.pace.reads)
+        pace = self.pace
+        found = schedule(self.step, pace.gaps, link=link, budget=budget, reads=pace.reads, host_is_ahead=pace.host_is_ahead)
         self.schedule, self.with_spares = found.without_spares() if self.steady else found, found

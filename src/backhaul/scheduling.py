@@ -17,8 +17,8 @@ link, greedily, with its whole future known, and it is a list of decisions for e
   later.
 
 Without a budget all that the link hides goes, but for what would leave when the peak is over. In a step of one pass it goes, too, unless
-compute waits longer for it: after the forward comes the loss, which needs memory of which nothing is known here, so the peak may be still
-to come when the budget is met. In a pipeline, where passes overlap, there would be no end to it.
+compute waits longer for it, or the device for the host, to which each copy is work: after the forward comes the loss, which needs memory of
+which nothing is known here, so the peak may be still to come when the budget is met. In a pipeline there would be no end to it.
 
 Where the host reads from the device (``.item()``, a router's counts), its small copy waits for the chunk on the copy engine, and then the
 device has nothing to do until the host has gone on. So a copy out does not run into such a moment, and little is issued just after it: what
@@ -88,7 +88,9 @@ class Schedule:
         return replace(self, decisions=kept)
 
 
-def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | None, reads: Sequence[int] = ()) -> Schedule:
+def schedule(
+    step: Step, gaps: Sequence[float], *, link: Link, budget: int | None, reads: Sequence[int] = (), host_is_ahead: bool = True
+) -> Schedule:
     """Find when each blob of a step should leave and come back ([Note: Schedule]).
 
     Args:
@@ -97,6 +99,7 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
         link: rates of the tier.
         budget: bytes that may be resident; ``None`` moves what the link hides.
         reads: events just before which the host read from the device, sorted.
+        host_is_ahead: whether the host gives the device work in time, so that more copies cost nothing.
     """
     table = Table(step, gaps, reads)
     link = link.slower(TRUST)
@@ -110,7 +113,7 @@ def schedule(step: Step, gaps: Sequence[float], *, link: Link, budget: int | Non
     shares = [1.0, *(excess * surplus for surplus in SURPLUS if excess * surplus < 1)]
     best = Schedule({}, table.at, math.inf, math.inf)
     for polite in (True, False) if reads else (True,):
-        for share, eager in (*([(1.0, True)] if table.is_one_pass else ()), *((share, False) for share in shares)):
+        for share, eager in (*([(1.0, True)] if table.is_one_pass and host_is_ahead else ()), *((share, False) for share in shares)):
             found = _Play(table, link, budget, share, polite=polite, eager=eager).run(limit=best.cost_ms)
             best = min(best, found, key=lambda each: each.cost_ms)
     return best

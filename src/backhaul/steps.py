@@ -46,6 +46,7 @@ class Pace:
     def __init__(self) -> None:
         self.gaps: list[float] = []  # by event: ms of compute until the next; empty while nothing was measured
         self.reads: list[int] = []  # events just before which the host read from the device
+        self.host_is_ahead = True  # so that the device need not wait while it issues copies
         self._seen: deque[list[float]] = deque(maxlen=4)  # the same of the latest steps
         self._idle: deque[frozenset[int]] = deque(maxlen=3)  # the latest steps: events at which the device had done all before
         self._num_seen = 0
@@ -64,6 +65,7 @@ class Pace:
         found._seen.extend(map(sums, self._seen))
         found._idle.extend(frozenset(index[each] for each in idle if each in index) for idle in self._idle)
         found._num_seen = self._num_seen
+        found.host_is_ahead = self.host_is_ahead
         return found
 
     def measure(self, ms: Sequence[float], waited: Sequence[float], idle: Iterable[int] = ()) -> None:
@@ -75,7 +77,8 @@ class Pace:
         self._idle.append(frozenset(idle))
         # More of them, and the host is too slow to keep the device busy: there is no moment to keep clear.
         always = sorted(frozenset.intersection(*self._idle))
-        self.reads = always if len(always) <= MOST_READS * len(ms) else []
+        self.host_is_ahead = len(always) <= MOST_READS * len(ms)
+        self.reads = always if self.host_is_ahead else []
         ends = (*ms[1:], ms[-1])
         self._seen.append([max(0.0, end - begin - stall) for begin, end, stall in zip(ms, ends, waited, strict=True)])
         middle = (len(self._seen) - 1) // 2
