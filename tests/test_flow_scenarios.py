@@ -286,3 +286,12 @@ def test_where_passes_overlap_no_more_is_moved_than_the_budget_needs():
     flow = flow_of(30)
     needed = 1 - 30e9 / (16 * 2.47e9)  # of four passes in flight
     assert train(flow, W1, W1, W1).out_bytes < 1.4 * needed * SAVED
+
+
+def test_in_a_step_of_one_pass_a_link_slower_than_believed_is_found_out():
+    forward, loss, back = pass_with_a_loss()
+    step = [*forward, *loss, *back]
+    flow, slow = flow_of(19), Link(d2h_gbps=0.8 * 55.2, h2d_gbps=0.8 * 55.5, both_gbps=80.4)
+    stalls = [train(flow, step, link=slow).stall_fraction for _ in range(12)]
+    assert max(stalls[1:4]) > 0.05  # all that the link seems to hide
+    assert max(stalls[-2:]) < 0.01

@@ -43,7 +43,8 @@ class Course(Generic[Blob]):
         self.num_made = 0  # schedules,
         self.followed = (0, 0)  # and which of them the latest two steps went by
         self.trust = 1.0  # in the link's rates, where nothing shall wait
-        self.num_broken = 0  # latest times in a row that waits were longer than the schedule foresaw
+        self.excess = 0.0  # share of the latest step that compute waited beyond what the schedule foresaw,
+        self.num_broken = 0  # and how often in a row that was too much
         self.num_timed = 0  # steps
         self.num_untimed = 0  # steps begun since the last one that was timed
         self.restart([])
@@ -97,8 +98,8 @@ class Course(Generic[Blob]):
             self.stale = True
         # Another step has set out since the one that was timed.
         if self.schedule is not None and self.followed[0] == self.num_made:
-            longer = sum(waited) > self.schedule.stall_ms + WAITED * (ms[-1] - ms[0])
-            self.num_broken = self.num_broken + 1 if longer else 0
+            self.excess = (sum(waited) - self.schedule.stall_ms) / ((ms[-1] - ms[0]) or 1.0)
+            self.num_broken = self.num_broken + 1 if self.excess > WAITED else 0
 
     @property
     def wants_times(self) -> bool:
@@ -142,8 +143,9 @@ class Course(Generic[Blob]):
         anew = self.basis is None or self.basis[1] != budget or not self.basis[0].is_like(link, share=MUCH)
         if anew:
             self.trust = 1.0
-        elif self.num_broken >= MOST_BROKEN and budget is None:  # the link is not as fast as it looked: others may use it, too
-            self.trust = max(LEAST_TRUST, 0.9 * self.trust)
+        elif self.num_broken >= MOST_BROKEN and self.schedule is not None and self.schedule.is_eager:
+            # The link is not as fast as it looked: others may use it, too.
+            self.trust = max(LEAST_TRUST, (1 - min(0.4, max(0.1, self.excess))) * self.trust)
             anew = self.trust > LEAST_TRUST
         if self.pace.gaps and (anew or (due and (self.stale or self.basis != (link, budget)))):
             self._plan(link, budget)
@@ -151,7 +153,6 @@ class Course(Generic[Blob]):
     def _plan(self, link: Link, budget: int | None) -> None:
         self.num_made += 1
         self.basis, self.planned, self.stale, self.num_broken, self.num_since = (link, budget), self.pace.gaps, False, 0, 0
-        link = link.slower(self.trust) if budget is None else link
-        pace = self.pace
-        found = schedule(self.step, pace.gaps, link=link, budget=budget, reads=pace.reads, host_is_ahead=pace.host_is_ahead)
+        pace, trust = self.pace, self.trust
+        found = schedule(self.step, pace.gaps, link=link, budget=budget, reads=pace.reads, host_is_ahead=pace.host_is_ahead, trust=trust)
         self.schedule, self.with_spares = found.without_spares() if self.steady else found, found

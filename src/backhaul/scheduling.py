@@ -16,9 +16,10 @@ link, greedily, with its whole future known, and it is a list of decisions for e
 * Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
   later.
 
-Without a budget all that the link hides goes, but for what would leave when the peak is over. In a step of one pass it goes, too, unless
-compute waits longer for it, or the device for the host, to which each copy is work: after the forward comes the loss, which needs memory of
-which nothing is known here, so the peak may be still to come when the budget is met. In a pipeline there would be no end to it.
+Without a budget all that the link hides goes, but for what would leave when the peak is over. In a step of one pass it goes, too, once the
+budget makes it move anything, unless compute waits longer for it, or the device for the host, to which each copy is work: after the forward
+comes the loss, which needs memory of which nothing is known here, so the peak may be still to come when the budget is met. In a pipeline
+there would be no end to it.
 
 Where the host reads from the device (``.item()``, a router's counts), its small copy waits for the chunk on the copy engine, and then the
 device has nothing to do until the host has gone on. So a copy out does not run into such a moment, and little is issued just after it: what
@@ -49,6 +50,7 @@ HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of th
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
 POLITE = 0.7  # of the lane's time is enough, where copies keep out of the host's way
 HIGH = 0.8  # of the peak is near enough to it for what else needs memory to make another one
+EAGER = 0.0005  # of a step that compute may wait longer for more to move than the budget needs
 WORTH = 0.8  # of the peak, or less, and copies mind the host no more without a budget
 OUTLOOK_MS = 400.0  # that the bytes which have to leave are foreseen for
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
@@ -62,7 +64,9 @@ class Schedule:
     at: list[float]  # by event: ms since the step began
     stall_ms: float
     cost_ms: float  # the same, and what copies slow down compute and the host
+    wait_ms: float = 0.0  # the same without what they slow down compute
     levels: Sequence[int] = ()  # by event: bytes that are resident after it
+    is_eager: bool = False  # moves all that the link hides
 
     @property
     def peak_bytes(self) -> int:
@@ -89,7 +93,14 @@ class Schedule:
 
 
 def schedule(
-    step: Step, gaps: Sequence[float], *, link: Link, budget: int | None, reads: Sequence[int] = (), host_is_ahead: bool = True
+    step: Step,
+    gaps: Sequence[float],
+    *,
+    link: Link,
+    budget: int | None,
+    reads: Sequence[int] = (),
+    host_is_ahead: bool = True,
+    trust: float = 1.0,
 ) -> Schedule:
     """Find when each blob of a step should leave and come back ([Note: Schedule]).
 
@@ -100,22 +111,30 @@ def schedule(
         budget: bytes that may be resident; ``None`` moves what the link hides.
         reads: events just before which the host read from the device, sorted.
         host_is_ahead: whether the host gives the device work in time, so that more copies cost nothing.
+        trust: the part of the link's rates to count on for what nothing shall wait for.
     """
     table = Table(step, gaps, reads)
     link = link.slower(TRUST)
+    hiding = link.slower(trust)
     if budget is None:
-        best = _Play(table, link, None, 1.0).run()
-        found = _Play(table, link, None, 1.0, polite=False).run() if reads else best
+        best = _Play(table, hiding, None, 1.0).run()
+        found = _Play(table, hiding, None, 1.0, polite=False).run() if reads else best
         return (found if found.peak_bytes < WORTH * best.peak_bytes else best).up_to_peaks()
     excess = 1 - budget / (max(table.alive) or 1)
     if excess <= 0:
         return Schedule({}, table.at, 0.0, 0.0)
     shares = [1.0, *(excess * surplus for surplus in SURPLUS if excess * surplus < 1)]
-    best = Schedule({}, table.at, math.inf, math.inf)
-    for polite in (True, False) if reads else (True,):
-        for share, eager in (*([(1.0, True)] if table.is_one_pass and host_is_ahead else ()), *((share, False) for share in shares)):
-            found = _Play(table, link, budget, share, polite=polite, eager=eager).run(limit=best.cost_ms)
+    best = Schedule({}, table.at, math.inf, math.inf, math.inf)
+    manners = (True, False) if reads else (True,)
+    for polite in manners:
+        for share in shares:
+            found = _Play(table, link, budget, share, polite=polite).run(limit=best.cost_ms)
             best = min(best, found, key=lambda each: each.cost_ms)
+    if table.is_one_pass and host_is_ahead:
+        most = best.wait_ms + EAGER * table.at[-1]
+        plays = [_Play(table, hiding, budget, 1.0, polite=polite, eager=True).run(limit=most) for polite in manners]
+        found = min(plays, key=lambda each: each.wait_ms)
+        best = found if found.wait_ms <= most else best
     return best
 
 
@@ -142,7 +161,7 @@ class _Play:
         self.absent: list[tuple[int, int]] = []  # (next use, item), sorted
         self.absent_bytes = 0
         self.latest_start = -math.inf  # of the first reload, were there no more stalls; to be found again where it is -inf
-        self.pledged: dict[int, int] = {}  # item: next use, of what has been copied and not used since; without a budget
+        self.pledged: dict[int, int] = {}  # item: next use, of what has been copied and not used since, if eager
         self.deadlines = Deadlines(table.at)  # of the reloads that these may need
         self.next_use = [needs[0] if needs else self.num_events for needs in table.needs]
         self.num_uses = [0] * len(self.sizes)
@@ -197,10 +216,11 @@ class _Play:
             if self.issued:
                 self.decisions[position] = self.issued
             if self.slip + self.host_ms > limit:
-                return Schedule(self.decisions, self.at, self.slip, math.inf)
+                return Schedule(self.decisions, self.at, self.slip, math.inf, math.inf)
             wire.advance(wire.now + gaps[position])
-        copied_ms = 0.0 if self.eager else wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms
-        return Schedule(self.decisions, self.at, self.slip, self.slip + COPY_COST * copied_ms + self.host_ms, self.levels)
+        wait_ms = self.slip + self.host_ms
+        cost_ms = wait_ms + COPY_COST * (wire.bytes_out * wire.out_ms + wire.bytes_in * wire.in_ms)
+        return Schedule(self.decisions, self.at, self.slip, cost_ms, wait_ms, self.levels, self.eager)
 
     def _keep_host(self, item: int) -> None:
         """Count what it costs to issue a copy of the item."""
@@ -401,7 +421,7 @@ class _Play:
                 self._copy_out(item)
 
     def _pays(self, item: int, use: int) -> bool:
-        """Say whether a round trip ends before the item is used; without a budget, also whether every other use is met."""
+        """Say whether a round trip ends before the item is used, and, where all goes that the link hides, every other use is met."""
         wire, at = self.wire, self.table.at
         size = self.sizes[item]
         back = wire.now + wire.backlog_out() + size * (wire.out_ms + wire.in_ms)
@@ -448,11 +468,11 @@ class _Play:
         return fits and self.wire.now + self.wire.backlog_out() + took > self.quiet + self.slip - QUIET_MS
 
     def _release_copied(self, spared: int, due: float) -> None:
-        """Release what has been copied, but nothing that would have to start back before then."""
+        """Release what has been copied. Under a budget, nothing that would have to start back before then: it can still make room."""
         while (item := self._furthest(self.copied, spared)) is not None:
             use = self.next_use[item]
-            is_first = not self.absent or use < self.absent[0][0]
-            if is_first and self.deadlines.latest_start + self.slip < due + SLACK_MS:
+            start = self.table.at[use] + self.slip - self.sizes[item] * self.wire.in_ms
+            if self.budget is not None and use < self.num_events and start < due + SLACK_MS:
                 self._redeem(item)
                 heapq.heappush(self.back, (-use, item))
             else:
