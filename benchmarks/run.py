@@ -115,7 +115,7 @@ def run_variant(name: str, options: argparse.Namespace, outcome: Outcome) -> "Ro
         variant.attach(workload)
         cleared.callback(variant.detach)
         outcome.facts |= workload.facts | {"device": describe(device), name: variants.package_version(variant)}
-        counts = {"steps": options.steps, "warmup": options.warmup + (options.settle if variant.plans else 0)}
+        counts = {"steps": options.steps, "warmup": options.warmup + (options.settle if variant.settles else 0)}
         row = measure.measure(workload, variant, name, plain=outcome.plain, resident_before=resident, **counts)
         if name == "plain":
             outcome.plain = measure.host_copies(workload)

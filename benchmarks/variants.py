@@ -34,7 +34,7 @@ class Variant:
 
     group: GroupFactory = Group
     package: str | None = None  # the distribution whose version the results should name
-    plans = False  # by the steps before, so that the first ones say little
+    settles = False  # after some steps: it plans by those before
 
     def attach(self, workload: Workload) -> None:
         """Get ready for the steps of this model."""
@@ -241,7 +241,7 @@ class Backhaul(Variant):
     """This library: one line, with or without a budget."""
 
     package = "backhaul"
-    plans = True
+    settles = True
 
     def __init__(self, budget: str | None = None) -> None:
         self.budget = budget

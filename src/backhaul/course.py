@@ -17,6 +17,7 @@ MUCH = 0.1  # by which the link may have changed before another plan cannot wait
 WAITED = 0.01  # of a step that compute may wait beyond what was foreseen
 MOST_BROKEN = 2  # times in a row that are no accident
 LEAST_TRUST = 0.4  # of the rates of the link
+LEAST_CUT, MOST_CUT = 0.1, 0.4  # of that trust at once; in between as much as was waited
 LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
 
@@ -145,7 +146,7 @@ class Course(Generic[Blob]):
             self.trust = 1.0
         elif self.num_broken >= MOST_BROKEN and self.schedule is not None and self.schedule.is_eager:
             # The link is not as fast as it looked: others may use it, too.
-            self.trust = max(LEAST_TRUST, (1 - min(0.4, max(0.1, self.excess))) * self.trust)
+            self.trust = max(LEAST_TRUST, self.trust * (1 - min(MOST_CUT, max(LEAST_CUT, self.excess))))
             anew = self.trust > LEAST_TRUST
         if self.pace.gaps and (anew or (due and (self.stale or self.basis != (link, budget)))):
             self._plan(link, budget)

@@ -9,7 +9,7 @@ A step is a list of events, saves and needs, with the compute time between them.
 link, greedily, with its whole future known, and it is a list of decisions for each event:
 
 * Copy out, whenever the lane is idle before the next event: the resident blob whose next use is furthest, if a round trip ends before that
-  use. Where all that the link hides shall go, only if every reload that it joins can be in time.
+  use. Where all that the link hides shall go, only with some slack, and if every reload that it joins can be in time.
 * Release, only when room is needed: the copied blob whose next use is furthest and whose copy has ended. Where there is none, compute
   waits for the copy that ends first. Where all that the link hides shall go, release whatever has been copied, and what has been used only
   if it can be back in time for its next use.
