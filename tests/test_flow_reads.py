@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from backhaul.scheduling import READ_COST, Schedule, schedule
+from backhaul.schedules import Schedule
+from backhaul.scheduling import READ_COST, schedule
 from backhaul.steps import Pace, Step
 from backhaul.timing import Timeline
 from backhaul.wire import Release, Wire

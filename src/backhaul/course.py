@@ -7,7 +7,8 @@ Does not cover: what the schedule says (scheduling.py), or what to do where a st
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
-from backhaul.scheduling import Schedule, schedule
+from backhaul.schedules import Schedule
+from backhaul.scheduling import schedule
 from backhaul.steps import Key, Pace, Step
 from backhaul.wire import Link
 

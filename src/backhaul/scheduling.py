@@ -16,8 +16,8 @@ link, greedily, with its whole future known, and it is a list of decisions for e
 * Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
   later.
 
-Without a budget all that the link hides goes, but for what would leave when the peak is over. In a step of one pass it goes, too, once the
-budget makes it move anything, unless compute waits longer for it, or the device for the host, to which each copy is work: after the forward
+Without a budget all that the link hides goes, but for what would leave when the peak is over. In a step of one pass it goes, too, where
+compute has to wait for the budget, unless it waits longer then, or the device for the host, to which each copy is work: after the forward
 comes the loss, which needs memory of which nothing is known here, so the peak may be still to come when the budget is met. In a pipeline
 there would be no end to it.
 
@@ -33,11 +33,11 @@ sizes change from step to step, where they are spares.
 import heapq
 import math
 from bisect import bisect, insort
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 from backhaul.deadlines import Deadlines
 from backhaul.foresight import Table
+from backhaul.schedules import Schedule
 from backhaul.steps import Step
 from backhaul.wire import CopyOut, Decision, Link, Release, Reload, Wire
 
@@ -49,47 +49,10 @@ TRUST = 0.98  # of the link's rates, so that copies that are a little late do no
 HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of the next
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
 POLITE = 0.7  # of the lane's time is enough, where copies keep out of the host's way
-HIGH = 0.8  # of the peak is near enough to it for what else needs memory to make another one
-EAGER = 0.0005  # of a step that compute may wait longer for more to move than the budget needs
+EAGER = 0.0005  # of a step, or less, that compute waits is no wait
 WORTH = 0.8  # of the peak, or less, and copies mind the host no more without a budget
 OUTLOOK_MS = 400.0  # that the bytes which have to leave are foreseen for
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Decisions on items by event, and what they were found to cost."""
-
-    decisions: dict[int, list[Decision]]
-    at: list[float]  # by event: ms since the step began
-    stall_ms: float
-    cost_ms: float  # the same, and what copies slow down compute and the host
-    wait_ms: float = 0.0  # the same without what they slow down compute
-    levels: Sequence[int] = ()  # by event: bytes that are resident after it
-    is_eager: bool = False  # moves all that the link hides
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.levels, default=0)
-
-    def up_to_peaks(self) -> "Schedule":
-        """Return the schedule without what leaves only after the last moment at which much is resident: it would not lower a peak."""
-        high = HIGH * self.peak_bytes
-        last = 1 + max((position for position, level in enumerate(self.levels) if level >= high), default=-1)  # what leaves here ends it
-        leaves: dict[int, int] = {}  # by item: the event at which it is released first
-        for position in sorted(self.decisions):
-            for decision in self.decisions[position]:
-                if isinstance(decision, Release):
-                    leaves.setdefault(decision.blob, position)
-        return self._only({item for item, position in leaves.items() if position <= last})
-
-    def without_spares(self) -> "Schedule":
-        """Return the schedule without the copies of what it never releases; they only help where sizes change."""
-        return self._only({decision.blob for issued in self.decisions.values() for decision in issued if isinstance(decision, Release)})
-
-    def _only(self, items: Collection[int]) -> "Schedule":
-        kept = {position: [each for each in issued if each.blob in items] for position, issued in self.decisions.items()}
-        return replace(self, decisions=kept)
 
 
 def schedule(
@@ -119,7 +82,7 @@ def schedule(
     if budget is None:
         best = _Play(table, hiding, None, 1.0).run()
         found = _Play(table, hiding, None, 1.0, polite=False).run() if reads else best
-        return (found if found.peak_bytes < WORTH * best.peak_bytes else best).up_to_peaks()
+        return (found if found.peak_bytes < WORTH * best.peak_bytes else best).up_to_peaks(step, table.turn)
     excess = 1 - budget / (max(table.alive) or 1)
     if excess <= 0:
         return Schedule({}, table.at, 0.0, 0.0)
@@ -130,11 +93,14 @@ def schedule(
         for share in shares:
             found = _Play(table, link, budget, share, polite=polite).run(limit=best.cost_ms)
             best = min(best, found, key=lambda each: each.cost_ms)
-    if table.is_one_pass and host_is_ahead:
-        most = best.wait_ms + EAGER * table.at[-1]
+    little = EAGER * table.at[-1]
+    if table.is_one_pass and host_is_ahead and best.stall_ms > little:
+        # On a link that is trusted less, what the budget needs takes longer, too.
+        least = best.wait_ms if hiding == link else min(_Play(table, hiding, budget, 1.0, polite=each).run().wait_ms for each in manners)
+        most = least + little
         plays = [_Play(table, hiding, budget, 1.0, polite=polite, eager=True).run(limit=most) for polite in manners]
         found = min(plays, key=lambda each: each.wait_ms)
-        best = found if found.wait_ms <= most else best
+        best = found.up_to_peaks(step, table.turn) if found.wait_ms <= most else best
     return best
 
 
