@@ -261,7 +261,7 @@ def pass_with_a_loss():
     return forward, loss, [*back, *(Need(frame=0, key=("layer", layer), compute_ms=6.0) for layer in reversed(layers))]
 
 
-@pytest.mark.parametrize("budget_gb", [13, 11])
+@pytest.mark.parametrize("budget_gb", [14, 13, 11])
 def test_in_a_step_of_one_pass_the_link_goes_on_while_the_loss_runs(budget_gb):
     forward, loss, back = pass_with_a_loss()
     step = [*forward, *loss, *back]
@@ -275,15 +275,27 @@ def test_in_a_step_of_one_pass_the_link_goes_on_while_the_loss_runs(budget_gb):
     assert playback.stall_ms <= waits_ms + 15
 
 
-@pytest.mark.parametrize("budget_gb", [21, 15])
-def test_in_a_step_of_one_pass_a_budget_without_waits_moves_no_more_than_it_needs(budget_gb):
+def test_in_a_step_of_one_pass_a_budget_that_is_not_reached_moves_nothing():
     forward, loss, back = pass_with_a_loss()
     step = [*forward, *loss, *back]
-    flow = flow_of(budget_gb)
-    train(flow, step, step)
-    playback = train(flow, step)
-    assert playback.stall_ms == 0
-    assert playback.out_bytes <= max(0, 20 - budget_gb) * 1.2e9
+    flow = flow_of(21)
+    assert train(flow, step, step, step).out_bytes == 0
+
+
+def test_in_a_step_of_one_pass_a_smaller_budget_has_less_resident_during_the_loss_and_waits_no_less():
+    forward, loss, back = pass_with_a_loss()
+    step = [*forward, *loss, *back]
+    levels, stalls = [], []
+    for budget_gb in range(19, 8, -1):
+        flow = flow_of(budget_gb)
+        train(flow, step, step)
+        playback = train(flow, step)
+        assert playback.out_bytes <= 1.4 * (20 - budget_gb) * 1e9 + 500_000_000
+        levels.append([num_bytes for _, num_bytes in playback.timeline][len(forward) + len(loss)])
+        stalls.append(playback.stall_ms)
+    assert levels == sorted(levels, reverse=True)
+    assert stalls == sorted(stalls)
+    assert stalls[0] == 0
 
 
 def test_where_passes_overlap_no_more_is_moved_than_the_budget_needs():
@@ -299,5 +311,5 @@ def test_in_a_step_of_one_pass_a_link_slower_than_believed_is_found_out():
     stalls = [train(flow, step, link=slow).stall_fraction for _ in range(12)]
     compute_ms = sum(event.compute_ms for event in step)
     needed = ((20 - 12) / (0.8 * 55.2) * 1e3 - 120) / compute_ms  # to be within the budget when the forward is over
-    assert max(stalls[1:4]) > needed + 0.07  # all that the link seems to hide
+    assert max(stalls[1:4]) > needed + 0.05  # more than it needs, which comes back late
     assert max(stalls[-2:]) < needed + 0.03

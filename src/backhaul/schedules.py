@@ -24,7 +24,7 @@ class Schedule:
     cost_ms: float  # the same, and what copies slow down compute and the host
     wait_ms: float = 0.0  # the same without what they slow down compute
     levels: Sequence[int] = ()  # by event: bytes that are resident after it
-    is_eager: bool = False  # moves all that the link hides
+    is_eager: bool = False  # moves what the link hides, whether the budget needs it or not
 
     @property
     def peak_bytes(self) -> int:

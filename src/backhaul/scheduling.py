@@ -16,10 +16,10 @@ link, greedily, with its whole future known, and it is a list of decisions for e
 * Reload in order of use: find the latest start that meets every coming use, and start then. A reload makes room by releasing what is used
   later.
 
-Without a budget all that the link hides goes, but for what would leave when the peak is over. In a step of one pass it goes, too, where
-compute has to wait for the budget, unless it waits longer then, or the device for the host, to which each copy is work: after the forward
-comes the loss, which needs memory of which nothing is known here, so the peak may be still to come when the budget is met. In a pipeline
-there would be no end to it.
+Without a budget all that the link hides goes, but for what would leave when the peak is over. In a step of one pass, somewhat more goes
+than the budget needs, unless compute waits longer then, or the device for the host, to which each copy is work: after the forward comes the
+loss, which needs memory of which nothing is known here, so the peak may be still to come when the budget is met. In a pipeline there would
+be no end to it.
 
 Where the host reads from the device (``.item()``, a router's counts), its small copy waits for the chunk on the copy engine, and then the
 device has nothing to do until the host has gone on. So a copy out does not run into such a moment, and little is issued just after it: what
@@ -49,7 +49,7 @@ TRUST = 0.98  # of the link's rates, so that copies that are a little late do no
 HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of the next
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
 POLITE = 0.7  # of the lane's time is enough, where copies keep out of the host's way
-EAGER = 0.0005  # of a step, or less, that compute waits is no wait
+EAGER = 0.0005  # of a step that compute may wait longer for more to move than the budget needs
 WORTH = 0.8  # of the peak, or less, and copies mind the host no more without a budget
 OUTLOOK_MS = 400.0  # that the bytes which have to leave are foreseen for
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
@@ -93,12 +93,12 @@ def schedule(
         for share in shares:
             found = _Play(table, link, budget, share, polite=polite).run(limit=best.cost_ms)
             best = min(best, found, key=lambda each: each.cost_ms)
-    little = EAGER * table.at[-1]
-    if table.is_one_pass and host_is_ahead and best.stall_ms > little:
+    if table.is_one_pass and host_is_ahead:
+        share = min(1.0, excess * SURPLUS[-1])
         # On a link that is trusted less, what the budget needs takes longer, too.
-        least = best.wait_ms if hiding == link else min(_Play(table, hiding, budget, 1.0, polite=each).run().wait_ms for each in manners)
-        most = least + little
-        plays = [_Play(table, hiding, budget, 1.0, polite=polite, eager=True).run(limit=most) for polite in manners]
+        least = best.wait_ms if hiding == link else min(_Play(table, hiding, budget, share, polite=each).run().wait_ms for each in manners)
+        most = least + EAGER * table.at[-1]
+        plays = [_Play(table, hiding, budget, share, polite=polite, eager=True).run(limit=most) for polite in manners]
         found = min(plays, key=lambda each: each.wait_ms)
         best = found.up_to_peaks(step, table.turn) if found.wait_ms <= most else best
     return best
@@ -111,7 +111,7 @@ class _Play:
         self.table = table
         self.polite = polite  # copies to the tier keep out of the host's way where they can afford to
         self.budget = budget
-        self.eager = eager or budget is None  # moves all that the link hides, whether the budget needs it or not
+        self.eager = eager or budget is None  # moves what the link hides, whether the budget needs it or not
         self.share = share
         self.wire = Wire(link)
         self.sizes = table.step.sizes
