@@ -46,7 +46,6 @@ READ_COST = 0.6  # ms that the host waits longer, about two reads one soon after
 ISSUE_COST = 1e-9  # ms a byte that it takes to issue a copy: 30 us a chunk
 SLACK_MS = 2.0  # reloads start so much sooner than they must, or just in time where the host is busy
 TRUST = 0.98  # of the link's rates, so that copies that are a little late do not delay all that follow
-HORIZON_MS = 1000.0  # of reloads to come that are looked at for the start of the next
 QUIET_MS = 0.3  # before the host reads, in which no copy to the tier should run
 POLITE = 0.7  # of the lane's time is enough, where copies keep out of the host's way
 EAGER = 0.0005  # of a step that compute may wait longer for more to move than the budget needs
@@ -125,8 +124,7 @@ class _Play:
         self.copied: list[tuple[int, int]] = []  # the same, resident and copied
         self.back: list[tuple[int, int]] = []  # the same, and brought back for a use to come, where the others leave as soon as they can
         self.absent: list[tuple[int, int]] = []  # (next use, item), sorted
-        self.absent_bytes = 0
-        self.latest_start = -math.inf  # of the first reload, were there no more stalls; to be found again where it is -inf
+        self.reloads = Deadlines(table.at)  # of these, were there no more stalls
         self.pledged: dict[int, int] = {}  # item: next use, of what has been copied and not used since, if eager
         self.deadlines = Deadlines(table.at)  # of the reloads that these may need
         self.next_use = [needs[0] if needs else self.num_events for needs in table.needs]
@@ -252,8 +250,7 @@ class _Play:
 
     def _unlist(self, item: int) -> None:
         self.absent.remove((self.next_use[item], item))
-        self.absent_bytes -= self.sizes[item]
-        self.latest_start = -math.inf
+        self.reloads.add(self.next_use[item], -self.sizes[item] * self.wire.in_ms)
 
     def _reload(self, item: int) -> None:
         self._unlist(item)
@@ -269,8 +266,9 @@ class _Play:
         self.resident_bytes -= self.sizes[item]
         if self.next_use[item] < self.num_events:  # else nobody wants it back
             insort(self.absent, (self.next_use[item], item))
-            self.absent_bytes += self.sizes[item]
-            self.latest_start = -math.inf
+            self.reloads.add(self.next_use[item], self.sizes[item] * self.wire.in_ms)
+            if self.eager and item not in self.pledged:  # it was brought back, and has to go once more
+                self._pledge(item)
 
     def _copy_out(self, item: int) -> None:
         self.issued.append(CopyOut(item))
@@ -347,9 +345,7 @@ class _Play:
         wire = self.wire
         due = due if self.host_is_busy else due + SLACK_MS
         while self.absent and wire.now + wire.backlog_in() < due:
-            if self.latest_start == -math.inf:
-                self.latest_start = self._latest_start()
-            if self.latest_start + self.slip > due:
+            if self.reloads.latest_start + self.slip > due:
                 return
             use, item = self.absent[0]
             while room is not None and self.resident_bytes + self.sizes[item] > room:
@@ -360,18 +356,6 @@ class _Play:
             self._reload(item)
             if room is not None:
                 heapq.heappush(self.back if self.eager else self.copied, (-use, item))
-
-    def _latest_start(self) -> float:
-        """Return when the first reload must start so that it and all that follow are in time, were there no stalls."""
-        at, sizes, in_ms = self.table.at, self.sizes, self.wire.in_ms
-        latest, queued, total = math.inf, 0.0, min(HORIZON_MS, self.absent_bytes * in_ms)
-        for use, item in self.absent:
-            queued += sizes[item] * in_ms
-            if at[use] - queued < latest:
-                latest = at[use] - queued
-            if at[use] - total >= latest or queued > HORIZON_MS:
-                break
-        return latest
 
     def _copy_out_until(self, due: float) -> None:
         """Keep the lane to the tier busy until then."""
