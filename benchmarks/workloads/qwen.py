@@ -107,8 +107,11 @@ class QwenTraining(Workload):
         self.plan = {**norms_and_activations, "*": "offload"}
         num_layers = config.num_hidden_layers
         # The link hides what the first layers save: the forward pass of all others comes in between.
-        module = "mlp.experts" if sizes.family == "Qwen3Moe" else "mlp.up_proj"
-        again = [f"*.layers.{layer}.{module}" for layer in range(num_layers // 4, num_layers)]
+        late = range(num_layers // 4, num_layers)
+        if sizes.family == "Qwen3Moe":
+            again = [f"*.layers.{layer}.mlp.experts" for layer in late]
+        else:
+            again = [*(f"*.layers.{layer}.mlp.up_proj" for layer in late), f"*.layers.{num_layers - 1}.mlp.gate_proj"]
         self.tight = {**dict.fromkeys(again, "recompute"), "*": "offload"}
         self.slots = (Slot(kind="forward", microbatch=0), Slot(kind="backward", microbatch=0))
         self.facts = {

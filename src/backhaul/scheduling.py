@@ -52,6 +52,7 @@ EAGER = 0.0005  # of a step that compute may wait longer for more to move than t
 WORTH = 0.8  # of the peak, or less, and copies mind the host no more without a budget
 OUTLOOK_MS = 400.0  # that the bytes which have to leave are foreseen for
 SURPLUS = (1.1, 1.3)  # shares to try, as multiples of the share that the budget must move at the peak
+MORE = 1.5  # the same in a step of one pass, as far as the link hides it
 
 
 def schedule(
@@ -93,7 +94,7 @@ def schedule(
             found = _Play(table, link, budget, share, polite=polite).run(limit=best.cost_ms)
             best = min(best, found, key=lambda each: each.cost_ms)
     if table.is_one_pass and host_is_ahead:
-        share = min(1.0, excess * SURPLUS[-1])
+        share = min(1.0, excess * MORE)
         # On a link that is trusted less, what the budget needs takes longer, too.
         least = best.wait_ms if hiding == link else min(_Play(table, hiding, budget, share, polite=each).run().wait_ms for each in manners)
         most = least + EAGER * table.at[-1]
