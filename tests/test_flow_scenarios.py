@@ -313,3 +313,31 @@ def test_in_a_step_of_one_pass_a_link_slower_than_believed_is_found_out():
     needed = ((20 - 12) / (0.8 * 55.2) * 1e3 - 120) / compute_ms  # to be within the budget when the forward is over
     assert max(stalls[1:4]) > needed + 0.05  # more than it needs, which comes back late
     assert max(stalls[-2:]) < needed + 0.03
+
+
+def test_in_a_step_of_one_pass_something_large_that_comes_and_goes_early_does_not_hide_the_peak():
+    large = Save(frame=0, key="large", num_bytes=4_500_000_000, compute_ms=5.0)
+    layers = [Save(frame=0, key=layer, num_bytes=100_000_000, compute_ms=3.0) for layer in range(35)]
+    step = [large, *layers, *(Need(frame=0, key=layer, compute_ms=6.0) for layer in reversed(range(35)))]
+    playback = train(flow_of(2), *[step] * 4)
+    assert playback.stall_ms < 5
+    assert max(num_bytes for _, num_bytes in playback.timeline[1:]) <= 2_100_000_000
+
+
+def test_in_a_step_of_one_pass_a_link_is_trusted_again_once_it_is_as_fast_as_before():
+    sizes = [int(0.15e9 * (0.2 + 1.6 * (layer * 7 % 10) / 9)) for layer in range(40)]
+    step = [Save(frame=0, key=layer, num_bytes=size, compute_ms=2.0) for layer, size in enumerate(sizes)]
+    step += [Need(frame=0, key=layer, compute_ms=4.0) for layer in reversed(range(40))]
+    flow = flow_of(0.4 * sum(sizes) / 1e9)
+    before = train(flow, *[step] * 4).stall_ms
+    slow = [train(flow, step, link=LINK.slower(0.6)).stall_ms for _ in range(20)]
+    assert slow[-1] < 0.6 * max(slow)
+    assert train(flow, *[step] * 40).stall_ms <= before + 1
+
+
+def test_a_link_that_is_slower_for_good_is_not_tried_over_and_over():
+    forward, loss, back = pass_with_a_loss()
+    step = [*forward, *loss, *back]
+    flow = flow_of(12)
+    stalls = [train(flow, step, link=LINK.slower(0.8)).stall_ms for _ in range(120)]
+    assert max(stalls[20:]) <= 1.1 * min(stalls[20:])

@@ -46,7 +46,10 @@ class Course(Generic[Blob]):
         self.followed = (0, 0)  # and which of them the latest two steps went by
         self.trust = 1.0  # in the link's rates, where nothing shall wait
         self.excess = 0.0  # share of the latest step that compute waited beyond what the schedule foresaw,
-        self.num_broken = 0  # and how often in a row that was too much
+        self.num_broken = 0  # and how often in a row that was too much,
+        self.num_spared = 0  # or as much below zero
+        self.too_much = 1.0  # trust that the link did not deserve
+        self.patience = MOST_BROKEN  # times below zero until that may have changed
         self.num_timed = 0  # steps
         self.num_untimed = 0  # steps begun since the last one that was timed
         self.restart([])
@@ -102,6 +105,7 @@ class Course(Generic[Blob]):
         if self.schedule is not None and self.followed[0] == self.num_made:
             self.excess = (sum(waited) - self.schedule.stall_ms) / ((ms[-1] - ms[0]) or 1.0)
             self.num_broken = self.num_broken + 1 if self.excess > WAITED else 0
+            self.num_spared = self.num_spared + 1 if self.excess < -WAITED else 0
 
     @property
     def wants_times(self) -> bool:
@@ -144,17 +148,33 @@ class Course(Generic[Blob]):
         due = self.num_made < EARLY_PLANS or self.num_since >= min(64, 8 << (self.num_made - EARLY_PLANS))
         anew = self.basis is None or self.basis[1] != budget or not self.basis[0].is_like(link, share=MUCH)
         if anew:
-            self.trust = 1.0
-        elif self.num_broken >= MOST_BROKEN and self.schedule is not None and self.schedule.is_eager:
-            # The link is not as fast as it looked: others may use it, too.
-            self.trust = max(LEAST_TRUST, self.trust * (1 - min(MOST_CUT, max(LEAST_CUT, self.excess))))
-            anew = self.trust > LEAST_TRUST
+            self.trust = self.too_much = 1.0
+            self.patience = MOST_BROKEN
+        elif self.schedule is not None and self.schedule.is_eager:
+            anew = self._trust_again()
         if self.pace.gaps and (anew or (due and (self.stale or self.basis != (link, budget)))):
             self._plan(link, budget)
 
+    def _trust_again(self) -> bool:
+        """Trust the link less where compute waited longer than foreseen, or more again. Say whether that is news."""
+        before = self.trust
+        if self.num_broken >= MOST_BROKEN:  # others may use it, too
+            self.too_much = before
+            self.trust = max(LEAST_TRUST, before * (1 - min(MOST_CUT, max(LEAST_CUT, self.excess))))
+            return self.trust > LEAST_TRUST
+        if self.num_spared < MOST_BROKEN:
+            return False
+        if self.too_much - before < LEAST_CUT / 4 and self.num_spared >= self.patience:
+            self.too_much = 1.0
+            self.patience *= 2
+        if self.too_much - before >= LEAST_CUT / 4:
+            self.trust = (before + self.too_much) / 2
+        return self.trust != before
+
     def _plan(self, link: Link, budget: int | None) -> None:
         self.num_made += 1
-        self.basis, self.planned, self.stale, self.num_broken, self.num_since = (link, budget), self.pace.gaps, False, 0, 0
+        self.basis, self.planned, self.stale, self.num_since = (link, budget), self.pace.gaps, False, 0
+        self.num_broken = self.num_spared = 0
         pace, trust = self.pace, self.trust
         found = schedule(self.step, pace.gaps, link=link, budget=budget, reads=pace.reads, host_is_ahead=pace.host_is_ahead, trust=trust)
         self.schedule, self.with_spares = found.without_spares() if self.steady else found, found

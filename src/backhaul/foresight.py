@@ -43,9 +43,8 @@ class Table:
             end = self.needs[item][0] if self.needs[item] else num_events
             frames.setdefault(ordinal, []).append((self.at[self.saves[item]] - self.at[end], item))
         self.is_one_pass = len(frames) == 1
-        most = max(self.alive, default=0)
         # In one pass, the first event after all has been saved; before it the loss needs memory of which nothing is known here.
-        self.turn = 1 + max(position for position in self.peaks if self.alive[position] == most) if self.is_one_pass else 0
+        self.turn = 1 + max(self.saves, default=-1) if self.is_one_pass else 0
         self.depth = [math.inf] * len(step.names)  # by item: the share of its frame's bytes that live longer
         for items in frames.values():
             total = sum(step.sizes[item] for _, item in items)

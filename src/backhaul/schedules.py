@@ -30,17 +30,18 @@ class Schedule:
     def peak_bytes(self) -> int:
         return max(self.levels, default=0)
 
-    def up_to_peaks(self, step: Step, turn: int = 0) -> "Schedule":
+    def up_to_peaks(self, step: Step, *, turn: int = 0, budget: int | None = None) -> "Schedule":
         """Return the schedule without what leaves only after the last moment at which much is resident: it would not lower a peak.
 
         ``turn`` is an event at which there may be a peak of which nothing is known here.
         """
-        high = HIGH * self.peak_bytes
-        last = max((position for position, level in enumerate(self.levels) if level >= high), default=-1)
+        peak = self.peak_bytes if budget is None else min(self.peak_bytes, budget)
+        last = max((position for position, level in enumerate(self.levels) if level >= HIGH * peak), default=-1)
         last = max(last, turn)
         while True:
             found = self._until(last + 1, step)  # what leaves there ends it
-            higher = [position for position, level in enumerate(found.levels) if level > self.peak_bytes]
+            both = enumerate(zip(self.levels, found.levels, strict=True))
+            higher = [position for position, (before, level) in both if level > max(before, peak)]
             if not higher:
                 return found
             last = higher[-1]

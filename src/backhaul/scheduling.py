@@ -79,28 +79,32 @@ def schedule(
     table = Table(step, gaps, reads)
     link = link.slower(TRUST)
     hiding = link.slower(trust)
+    manners = (True, False) if reads else (True,)
     if budget is None:
-        best = _Play(table, hiding, None, 1.0).run()
-        found = _Play(table, hiding, None, 1.0, polite=False).run() if reads else best
-        return (found if found.peak_bytes < WORTH * best.peak_bytes else best).up_to_peaks(step, table.turn)
+        best, *others = (_Play(table, hiding, None, 1.0, polite=polite).run() for polite in manners)
+        found = min(others, key=lambda each: each.peak_bytes, default=best)
+        return (found if found.peak_bytes < WORTH * best.peak_bytes else best).up_to_peaks(step, turn=table.turn)
     excess = 1 - budget / (max(table.alive) or 1)
     if excess <= 0:
         return Schedule({}, table.at, 0.0, 0.0)
-    shares = [1.0, *(excess * surplus for surplus in SURPLUS if excess * surplus < 1)]
-    best = Schedule({}, table.at, math.inf, math.inf, math.inf)
-    manners = (True, False) if reads else (True,)
-    for polite in manners:
-        for share in shares:
-            found = _Play(table, link, budget, share, polite=polite).run(limit=best.cost_ms)
-            best = min(best, found, key=lambda each: each.cost_ms)
+
+    def least(link: Link) -> Schedule:
+        """Return the play that costs least and moves what the budget needs."""
+        best = Schedule({}, table.at, math.inf, math.inf, math.inf)
+        for polite in manners:
+            for share in (1.0, *(excess * surplus for surplus in SURPLUS if excess * surplus < 1)):
+                found = _Play(table, link, budget, share, polite=polite).run(limit=best.cost_ms)
+                best = min(best, found, key=lambda each: each.cost_ms)
+        return best
+
+    best = least(link)
     if table.is_one_pass and host_is_ahead:
-        share = min(1.0, excess * MORE)
         # On a link that is trusted less, what the budget needs takes longer, too.
-        least = best.wait_ms if hiding == link else min(_Play(table, hiding, budget, share, polite=each).run().wait_ms for each in manners)
-        most = least + EAGER * table.at[-1]
+        most = (best if hiding == link else least(hiding)).wait_ms + EAGER * table.at[-1]
+        share = min(1.0, excess * MORE)
         plays = [_Play(table, hiding, budget, share, polite=polite, eager=True).run(limit=most) for polite in manners]
         found = min(plays, key=lambda each: each.wait_ms)
-        best = found.up_to_peaks(step, table.turn) if found.wait_ms <= most else best
+        best = found.up_to_peaks(step, turn=table.turn, budget=budget) if found.wait_ms <= most else best
     return best
 
 
