@@ -320,6 +320,57 @@ def test_rules_for_compiled_blocks_are_refused_where_the_whole_is_compiled_after
         assert handle.stats.recomputed_bytes > 0
 
 
+class Nested(nn.Module):
+    """A part that is neither a block nor the whole, or a part that is a block, with blocks inside."""
+
+    def __init__(self, of_blocks: bool) -> None:
+        super().__init__()
+        part = Stack([Block(), Block()])
+        self.parts = nn.ModuleList([part]) if of_blocks else part
+        self.name = "parts.0" if of_blocks else "parts"
+
+    @property
+    def part(self) -> nn.Module:
+        return self.get_submodule(self.name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.parts[0] if isinstance(self.parts, nn.ModuleList) else self.parts)(x)
+
+
+@pytest.mark.parametrize("of_blocks", [False, True], ids=["part", "block"])
+@pytest.mark.parametrize("rule", ["recompute", "save"])
+@WAYS
+def test_rules_for_compiled_blocks_are_refused_where_a_part_is_compiled_afterwards(compiled, rule, of_blocks):
+    def plain() -> Nested:
+        model = made(lambda: Nested(of_blocks))
+        model.part.layers[1] = compiled("aot_eager")(model.part.layers[1])
+        return model
+
+    def change(model: Nested) -> nn.Module:
+        part = compiled("aot_eager")(model.part)
+        if of_blocks:
+            model.parts[0] = part
+        else:
+            model.parts = part
+        return model
+
+    expected = step(change(plain()))
+    start_afresh()
+    model, tier = plain(), RecordingTier(deferred=True)
+    handle = apply(model, {"*.layers.1": rule, "*": "offload"}, tier)
+    for _ in range(2):
+        step(model)
+    change(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'parts(.0)?.layers.1' has a rule of its own.*compile first"):
+            model(torch.randn(ROWS, WIDTH))
+        assert_nothing_left(handle, tier)
+    handle.remove()
+    assert same(step(model), expected)
+    with pytest.raises(ValueError, match="which is compiled and so is one scope"):
+        apply(model, {"*.layers.1": rule, "*": "offload"})
+
+
 def test_a_rule_inside_a_function_that_is_compiled_afterwards_is_refused():
     def change(model: nn.Module) -> nn.Module:
         model.layers[0].forward = torch.compile(lambda x: Block.forward(model.layers[0], x).sin(), backend="aot_eager")

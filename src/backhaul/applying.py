@@ -64,6 +64,8 @@ def wrappers_for(
     ]
     root = next(wrapper for wrapper in wrappers if wrapper.is_root)
     root.rule_inside = next((name for name in duties if name and name in with_rules), "")
+    with_rules_compiled = [name for name in compiled if name in with_rules and not inside(name, compiled)]
+    root.unseen = {outer: name for name in with_rules_compiled for outer in outer_names(name)[1:]}
     return wrappers, strangers
 
 

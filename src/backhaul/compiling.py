@@ -10,10 +10,11 @@ compiled for no other reason than that Dynamo is at work in this thread. Where i
 work again, or the second run would save other tensors than the first.
 
 A wrapper that is not outermost is traced with what is around it, and that is one scope. If it only says which block is running it steps
-aside. If a rule has put it there it must not, since the rule would be forgotten: it breaks the graph, and raises when it runs.
+aside. If a rule has put it there it must not, since the rule would be forgotten: it breaks the graph, and raises when it runs. Where it is
+around what was compiled before, Dynamo does not see it. So the managed module looks, each time, at what is around those.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -31,6 +32,17 @@ def is_compiled(module: nn.Module) -> bool:
         or _torch.original_module(module) is not None
         or _torch.is_compiled_function(module.forward)
     )
+
+
+def first_compiled(model: nn.Module, names: Iterable[str]) -> str:
+    """Return the first of these names of modules inside that is compiled as the model is now, or an empty string."""
+    for name in names:
+        part: object = model
+        for attribute in name.split("."):
+            part = getattr(part, attribute, None)
+        if isinstance(part, nn.Module) and is_compiled(part):
+            return name
+    return ""
 
 
 def look_into_no_trace(site: "Site") -> None:

@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -33,7 +33,7 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch, garbage
 from backhaul._torch import compiler_at_work, pop_saved_tensors_hooks, push_saved_tensors_hooks
-from backhaul.compiling import is_compiled, is_compiled_whole, look_into_no_trace
+from backhaul.compiling import first_compiled, is_compiled, is_compiled_whole, look_into_no_trace
 from backhaul.tiers.base import Tier
 from backhaul.tracing import forward_of, unless_traced
 
@@ -182,7 +182,8 @@ class Wrapper:
         self.duty = duty
         self.has_rule = has_rule  # another one than what is around it
         self.was_traced = False  # as part of something larger
-        self.rule_inside = ""  # of a root: the name of a module inside that has a rule of its own
+        self.rule_inside = ""  # of a root: the name of a module inside that has a rule of its own,
+        self.unseen: Mapping[str, str] = {}  # and those of modules around compiled ones that have, with one of theirs
         self.name = "forward" if _torch.compiled_call(module) is None else "_compiled_call_impl"
         self.previous: Callable[..., Any] | None = module.__dict__.get(self.name)
         module.__dict__[self.name] = self.call = self._make(module)
@@ -213,6 +214,8 @@ class Wrapper:
                 return forward(*args, **kwargs)
             if site is not None and site.chooses is None:
                 self._check(functools.partial(look_into_no_trace, site), watcher)
+            if self.unseen:
+                self._check(functools.partial(self._refuse_compiled_around, module), watcher)
             return run(watcher, scope, forward, args, kwargs)
 
         _torch.keep_out_of_traces("backhaul", but="backhaul.tracing")
@@ -250,6 +253,12 @@ class Wrapper:
         inside = self.fqn if self.has_rule and self.was_traced else self.rule_inside
         if inside:
             raise ValueError(f"{inside!r} {ONE_SCOPE}")
+
+    def _refuse_compiled_around(self, module: nn.Module) -> None:
+        """Refuse parts that were compiled after compiled modules inside of them had got rules of their own."""
+        part = first_compiled(module, self.unseen)
+        if part:
+            raise ValueError(f"{self.unseen[part]!r} {ONE_SCOPE}")
 
     def _check(self, check: Callable[[], None], watcher: Watcher) -> None:
         """Make sure that the module can run. Where it is refused, its frame has ended."""
