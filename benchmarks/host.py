@@ -88,6 +88,19 @@ def table_of(profiler: cProfile.Profile, most: int) -> str:
     return "\n".join(lines)
 
 
+def run_variant(name: str, options: argparse.Namespace) -> HostTime:
+    """Make the model and the variant, look at them, and clear both away."""
+    import torch
+
+    from benchmarks import measure, variants
+
+    measure.clean_up()
+    device = torch.device(options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    sizes = {"size": options.size, "tokens": options.tokens, "microbatches": options.microbatches}
+    with variants.attached(name, options.workload, device=device, **sizes) as (workload, variant):
+        return time_host(workload, variant, name, warmup=options.warmup, steps=options.steps, most=options.most)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description="Say where the host's time goes.")
     parser.add_argument("workload")
@@ -103,26 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from benchmarks.run import prepare
 
     prepare(argparse.Namespace(deterministic=False))
-    import torch
-
-    from benchmarks import measure, variants
-    from benchmarks.workloads import build
-
-    device = torch.device(options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     base: HostTime | None = None
     for name in options.variants.split(","):
-        measure.clean_up()
-        variant = variants.make(name)
-        sizes = {"size": options.size, "tokens": options.tokens, "microbatches": options.microbatches}
-        workload = build(options.workload, device=device, group=variant.group, **sizes)
-        try:
-            variant.attach(workload)
-            try:
-                found = time_host(workload, variant, name, warmup=options.warmup, steps=options.steps, most=options.most)
-            finally:
-                variant.detach()
-        finally:
-            workload.close()
+        found = run_variant(name, options)
         print(found.line(base), flush=True)
         print(found.profile, flush=True)
         base = base or found

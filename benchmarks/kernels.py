@@ -112,6 +112,19 @@ def watch(workload: Any, variant: Any, *, warmup: int) -> Usage:
         return usage(json.loads(path.read_text())["traceEvents"])
 
 
+def run_variant(name: str, options: argparse.Namespace) -> Usage:
+    """Make the model and the variant, look at them, and clear both away."""
+    import torch
+
+    from benchmarks import measure, variants
+
+    measure.clean_up()
+    device = torch.device("cuda", torch.cuda.current_device())
+    sizes = {"size": "full", "tokens": options.tokens, "microbatches": options.microbatches}
+    with variants.attached(name, options.workload, device=device, **sizes) as (workload, variant):
+        return watch(workload, variant, warmup=options.warmup)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description="Say where the device's time goes.")
     parser.add_argument("workload")
@@ -125,21 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare(argparse.Namespace(deterministic=False))
     import torch
 
-    from benchmarks import measure, variants
-    from benchmarks.workloads import build
-
     if not torch.cuda.is_available():
         parser.error("it reads CUDA's own account of kernels, and there is no such device")
     base: Usage | None = None
     for name in options.variants.split(","):
-        measure.clean_up()
-        variant = variants.make(name)
-        sizes = {"size": "full", "tokens": options.tokens, "microbatches": options.microbatches}
-        workload = build(options.workload, device=torch.device("cuda", torch.cuda.current_device()), group=variant.group, **sizes)
-        variant.attach(workload)
-        found = watch(workload, variant, warmup=options.warmup)
-        variant.detach()
-        workload.close()
+        found = run_variant(name, options)
         gaps = ", ".join(f"{ms:.1f} for {kind} ({found.num_gaps[kind]})" for kind, ms in found.gap_ms.most_common())
         print(f"{name}: {found.span_ms:.1f} ms, of which kernels {found.busy_ms:.1f}; idle: {gaps}", flush=True)
         if base is None:

@@ -19,6 +19,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,20 +101,13 @@ def run_variant(name: str, options: argparse.Namespace, outcome: Outcome) -> "Ro
 
     from benchmarks import measure, timeline, variants
     from benchmarks.pipelined import Pipelined
-    from benchmarks.workloads import build
 
     measure.clean_up()
     resident = psutil.Process().memory_info().rss
     device = torch.device(options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    variant = variants.make(name)
     sizes = {"size": options.size, "tokens": options.tokens, "microbatches": options.microbatches}
-    with contextlib.ExitStack() as cleared:
-        workload = build(options.workload, device=device, group=variant.group, **sizes)
-        if options.pipelined is not None:
-            workload = Pipelined(workload, options.pipelined)
-        cleared.callback(workload.close)
-        variant.attach(workload)
-        cleared.callback(variant.detach)
+    driven = None if options.pipelined is None else partial(Pipelined, schedule=options.pipelined)
+    with variants.attached(name, options.workload, device=device, driven=driven, **sizes) as (workload, variant):
         outcome.facts |= workload.facts | {"device": describe(device), name: variants.package_version(variant)}
         counts = {"steps": options.steps, "warmup": options.warmup + (options.settle if variant.settles else 0)}
         row = measure.measure(workload, variant, name, plain=outcome.plain, resident_before=resident, **counts)

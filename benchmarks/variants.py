@@ -9,7 +9,7 @@ A variant is made before its model, since the model asks it for its ``group``; t
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from benchmarks.workloads import build
 from benchmarks.workloads.base import Group, GroupFactory, Workload
 
 
@@ -360,6 +361,25 @@ def make(text: str) -> Variant:
         raise ValueError(f"{name} takes no argument, but {text!r} has one")
     arguments = [argument] if argument else []
     return FromFile(path, *arguments) if at else KINDS[kind](*arguments)
+
+
+@contextmanager
+def attached(
+    text: str, workload: str, *, device: torch.device, driven: Callable[[Workload], Workload] | None = None, **sizes: Any
+) -> Iterator[tuple[Workload, Variant]]:
+    """Make a variant from its name and a workload for it, put one around the other, and clear both away in the end.
+
+    ``driven`` may put something between them that drives the workload; ``sizes`` are those of ``workloads.build``.
+    """
+    variant = make(text)
+    made = build(workload, device=device, group=variant.group, **sizes)
+    if driven is not None:
+        made = driven(made)
+    with ExitStack() as cleared:
+        cleared.callback(made.close)
+        variant.attach(made)
+        cleared.callback(variant.detach)
+        yield made, variant
 
 
 def package_version(variant: Variant) -> str | None:

@@ -333,11 +333,3 @@ def test_in_a_step_of_one_pass_a_link_is_trusted_again_once_it_is_as_fast_as_bef
     slow = [train(flow, step, link=LINK.slower(0.6)).stall_ms for _ in range(20)]
     assert slow[-1] < 0.6 * max(slow)
     assert train(flow, *[step] * 40).stall_ms <= before + 1
-
-
-def test_a_link_that_is_slower_for_good_is_not_tried_over_and_over():
-    forward, loss, back = pass_with_a_loss()
-    step = [*forward, *loss, *back]
-    flow = flow_of(12)
-    stalls = [train(flow, step, link=LINK.slower(0.8)).stall_ms for _ in range(120)]
-    assert max(stalls[20:]) <= 1.1 * min(stalls[20:])

@@ -10,15 +10,12 @@ from typing import Generic, TypeVar
 from backhaul.schedules import Schedule
 from backhaul.scheduling import schedule
 from backhaul.steps import Key, Pace, Step
+from backhaul.trust import Trust
 from backhaul.wire import Link
 
 FEW = 0.1  # of the items of a step may be missing for it to be the same step
 DRIFT = 0.05  # of the compute of a step that may be elsewhere than planned
 MUCH = 0.1  # by which the link may have changed before another plan cannot wait
-WAITED = 0.01  # of a step that compute may wait beyond what was foreseen
-MOST_BROKEN = 2  # times in a row that are no accident
-LEAST_TRUST = 0.4  # of the rates of the link
-LEAST_CUT, MOST_CUT = 0.1, 0.4  # of that trust at once; in between as much as was waited
 LAST = 1 << 60  # later than every event
 Blob = TypeVar("Blob")
 
@@ -44,12 +41,7 @@ class Course(Generic[Blob]):
         self.num_since = 0  # steps begun since
         self.num_made = 0  # schedules,
         self.followed = (0, 0)  # and which of them the latest two steps went by
-        self.trust = 1.0  # in the link's rates, where nothing shall wait
-        self.excess = 0.0  # share of the latest step that compute waited beyond what the schedule foresaw,
-        self.num_broken = 0  # and how often in a row that was too much,
-        self.num_spared = 0  # or as much below zero
-        self.too_much = 1.0  # trust that the link did not deserve
-        self.patience = MOST_BROKEN  # times below zero until that may have changed
+        self.trust = Trust()  # in the link's rates, where nothing shall wait
         self.num_timed = 0  # steps
         self.num_untimed = 0  # steps begun since the last one that was timed
         self.restart([])
@@ -103,9 +95,7 @@ class Course(Generic[Blob]):
             self.stale = True
         # Another step has set out since the one that was timed.
         if self.schedule is not None and self.followed[0] == self.num_made:
-            self.excess = (sum(waited) - self.schedule.stall_ms) / ((ms[-1] - ms[0]) or 1.0)
-            self.num_broken = self.num_broken + 1 if self.excess > WAITED else 0
-            self.num_spared = self.num_spared + 1 if self.excess < -WAITED else 0
+            self.trust.note((sum(waited) - self.schedule.stall_ms) / ((ms[-1] - ms[0]) or 1.0))
 
     @property
     def wants_times(self) -> bool:
@@ -148,33 +138,16 @@ class Course(Generic[Blob]):
         due = self.num_made < EARLY_PLANS or self.num_since >= min(64, 8 << (self.num_made - EARLY_PLANS))
         anew = self.basis is None or self.basis[1] != budget or not self.basis[0].is_like(link, share=MUCH)
         if anew:
-            self.trust = self.too_much = 1.0
-            self.patience = MOST_BROKEN
+            self.trust = Trust()
         elif self.schedule is not None and self.schedule.is_eager:
-            anew = self._trust_again()
+            anew = self.trust.adjust()
         if self.pace.gaps and (anew or (due and (self.stale or self.basis != (link, budget)))):
             self._plan(link, budget)
-
-    def _trust_again(self) -> bool:
-        """Trust the link less where compute waited longer than foreseen, or more again. Say whether that is news."""
-        before = self.trust
-        if self.num_broken >= MOST_BROKEN:  # others may use it, too
-            self.too_much = before
-            self.trust = max(LEAST_TRUST, before * (1 - min(MOST_CUT, max(LEAST_CUT, self.excess))))
-            return self.trust > LEAST_TRUST
-        if self.num_spared < MOST_BROKEN:
-            return False
-        if self.too_much - before < LEAST_CUT / 4 and self.num_spared >= self.patience:
-            self.too_much = 1.0
-            self.patience *= 2
-        if self.too_much - before >= LEAST_CUT / 4:
-            self.trust = (before + self.too_much) / 2
-        return self.trust != before
 
     def _plan(self, link: Link, budget: int | None) -> None:
         self.num_made += 1
         self.basis, self.planned, self.stale, self.num_since = (link, budget), self.pace.gaps, False, 0
-        self.num_broken = self.num_spared = 0
-        pace, trust = self.pace, self.trust
+        self.trust.start_anew()
+        pace, trust = self.pace, self.trust.share
         found = schedule(self.step, pace.gaps, link=link, budget=budget, reads=pace.reads, host_is_ahead=pace.host_is_ahead, trust=trust)
         self.schedule, self.with_spares = found.without_spares() if self.steady else found, found
