@@ -25,8 +25,9 @@ class Recorded:
 class SimulatedEvent:
     """An event; waiting for it means its latest recording."""
 
-    def __init__(self, device: "SimulatedDevice") -> None:
+    def __init__(self, device: "SimulatedDevice", *, timed: bool = True) -> None:
         self._device = device
+        self.timed = timed
         self.recorded: Recorded | None = None
 
     def record(self, stream: "SimulatedStream") -> None:
@@ -40,6 +41,7 @@ class SimulatedEvent:
         self._device.run(until=self.query)
 
     def elapsed_time(self, other: "SimulatedEvent") -> float:
+        assert self.timed and other.timed
         return 1.0
 
 
@@ -76,8 +78,8 @@ class SimulatedDevice:
         monkeypatch.setattr(host, "has_streams", lambda device: True)
         monkeypatch.setattr(host, "_memories", {})
 
-    def new_event(self) -> SimulatedEvent:
-        return SimulatedEvent(self)
+    def new_event(self, *, timed: bool = True) -> SimulatedEvent:
+        return SimulatedEvent(self, timed=timed)
 
     def current(self) -> SimulatedStream:
         return self.compute

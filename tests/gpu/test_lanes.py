@@ -242,7 +242,7 @@ def test_lanes_copy_at_the_rate_of_one_plain_large_copy(directions, tier, both, 
     share = plain_ms / lanes_ms
     total_gb = len(directions) * num_bytes / 1e6
     print(f"{'+'.join(directions)}: plain {total_gb / plain_ms:.1f}, lanes {total_gb / lanes_ms:.1f} GB/s ({share:.1%})")
-    assert share >= (0.97 if len(directions) == 1 else 0.94)  # the aim is 98 and 95 %; single runs scatter by half a point
+    assert share >= (0.98 if len(directions) == 1 else 0.95)
     for direction in directions:
         lane = getattr(both, direction)
         lane.prune()

@@ -6,7 +6,7 @@ Does not cover: what is copied and when (flow.py, engine.py), or where host memo
 [Note: Alternating streams]
 A copy engine serves one stream until that stream's queue is empty, whatever the priorities: an ``.item()`` behind 2 GiB of queued copies
 waited 38 ms on an H200. So a lane cuts copies into chunks of 32 MiB that alternate between two streams, and each chunk waits for the one
-before. The engine then looks up after every chunk: 0.25 ms, at 54.6 of 54.9 GB/s. Smaller chunks, priorities and more streams without that
+before. The engine then looks up after every chunk: 0.3 ms, at 54.8 of 55.2 GB/s. Smaller chunks, priorities and more streams without that
 order do not help (docs/log.md). So all copies of a lane run in one total order, which ``LaneTransfer.number`` names.
 
 [Note: Copy edges]
@@ -83,7 +83,7 @@ class Lane:
         self._lock = threading.Lock()  # held to queue work, never to wait for it
         self._streams = (self._device.new_stream(), self._device.new_stream())
         self._num_chunks = 0
-        self._between = self._device.new_event()  # of one chunk and the next: who waits for an event waits for what was recorded last
+        self._between = self._device.new_event(timed=False)  # chunks: who waits for an event waits for what was recorded last
         self._last_chunk: Event | None = None
         self._in_flight: dict[int, LaneTransfer] = {}  # by number, so in the order in which they end
         self.last_number = 0  # of the last copy that was queued
@@ -97,7 +97,7 @@ class Lane:
         ``store`` is the copy that filled the source, ``last_use`` the last one that read the target. The lane stays usable after an error.
         """
         self.prune()
-        produced = self._device.new_event()
+        produced = self._device.new_event(timed=False)
         produced.record(self._device.current())  # read before a copy stream becomes the current one
         with self._lock, self._device.copying():
             self.last_number += 1

@@ -7,7 +7,8 @@ Does not cover: which copy waits for what (lanes.py), or what is measured (timin
 [Note: Host cost]
 A model whose router reads a count on the host has nothing queued on the device at that moment, so every microsecond that offloading takes
 on the host just then is one that the device waits. Through torch a timed event costs 9 to 22 us to make and record, and a copy of a chunk
-16 us; the CUDA runtime does either in 2 to 4. Events are used again, since making one costs more than recording it.
+16 us; the CUDA runtime does either in 2 to 4. Events are used again, since making one costs more than recording it. Where nobody asks an
+event for its time it has none: a timed one keeps the stream that records it busy for longer.
 """
 
 import ctypes
@@ -57,8 +58,8 @@ class Streams(Protocol):
         """Return a stream to copy on."""
         ...
 
-    def new_event(self) -> Event:
-        """Return an event that can tell time."""
+    def new_event(self, *, timed: bool = True) -> Event:
+        """Return an event, which can tell time if it is ``timed``."""
         ...
 
     def current(self) -> Stream:
@@ -83,8 +84,8 @@ class TorchStreams:
     def new_stream(self) -> torch.Stream:
         return torch.Stream(device=self.device)
 
-    def new_event(self) -> torch.Event:
-        return torch.Event(device=self.device, enable_timing=True)
+    def new_event(self, *, timed: bool = True) -> torch.Event:
+        return torch.Event(device=self.device, enable_timing=timed)
 
     def current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
@@ -138,7 +139,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """A timed event, whose handle goes back to be used again."""
+    """An event whose handle goes back to be used again."""
 
     __slots__ = ("free", "handle", "runtime")
 
@@ -175,19 +176,20 @@ class CudaStreams:
     def __init__(self, device: torch.device, runtime: "_Runtime") -> None:
         self.index: int = device.index
         self.runtime = runtime
-        self.free: deque[int] = deque()  # events, to be used again
+        self.free: tuple[deque[int], deque[int]] = deque(), deque()  # events to be used again: untimed, timed
         self.known: dict[int, CudaStream] = {}  # current ones, by handle
 
     def new_stream(self) -> CudaStream:
         owner = torch.cuda.Stream(self.index)
         return CudaStream(self.runtime, self.index, owner.cuda_stream, owner)
 
-    def new_event(self) -> CudaEvent:
+    def new_event(self, *, timed: bool = True) -> CudaEvent:
+        free = self.free[timed]
         try:
-            handle = self.free.pop()
+            handle = free.pop()
         except IndexError:
-            handle = self._make_event()
-        return CudaEvent(self.runtime, self.free, handle)
+            handle = self._make_event(timed)
+        return CudaEvent(self.runtime, free, handle)
 
     def current(self) -> CudaStream:
         handle = _torch.current_cuda_stream(self.index)
@@ -203,10 +205,10 @@ class CudaStreams:
         runtime = self.runtime
         runtime.check(runtime.copy(target.data_ptr() + start, source.data_ptr() + start, stop - start, runtime.ANY_KIND, stream.handle))
 
-    def _make_event(self) -> int:
+    def _make_event(self, timed: bool) -> int:
         handle = ctypes.c_void_p()
         with torch.cuda.device(self.index):
-            self.runtime.check(self.runtime.create(ctypes.byref(handle)))
+            self.runtime.check(self.runtime.create(ctypes.byref(handle), 0 if timed else self.runtime.UNTIMED))
         assert handle.value is not None
         return handle.value
 
@@ -216,10 +218,11 @@ class _Runtime:
 
     NOT_READY = 600  # cudaErrorNotReady
     ANY_KIND = 4  # cudaMemcpyDefault: the addresses say which way
+    UNTIMED = 2  # cudaEventDisableTiming
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, reference = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
-        self.create = _function(library.cudaEventCreate, reference)
+        self.create = _function(library.cudaEventCreateWithFlags, reference, ctypes.c_uint)
         self.record = _function(library.cudaEventRecord, pointer, pointer)
         self.query = _function(library.cudaEventQuery, pointer)
         self.synchronize = _function(library.cudaEventSynchronize, pointer)
