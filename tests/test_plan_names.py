@@ -106,3 +106,31 @@ def test_a_glob_that_matches_both_names_of_a_module_wraps_it_once_and_each_call_
         assert [name for name, module in model.named_modules() if wrapper_of(module) is not None] == ["", "1"]
         assert same(step(model, X), expected)
         assert {row.fqn: row.recomputed_bytes for row in handle.report().modules} == {"1": 2 * NUM_BYTES, "": 0}
+
+
+class Beside(nn.Module):
+    """Has a part called ``module`` that is not all it has, and two parts that would have one name without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.ModuleDict({"act": nn.GELU(), "up": nn.Linear(WIDTH, WIDTH)})
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use both."""
+        return self.act(self.module["up"](self.module["act"](x)))
+
+
+@pytest.mark.parametrize("around", [nn.Identity, Wrapped])
+@pytest.mark.parametrize(
+    ("glob", "names"),
+    [("act", {"act"}), ("module.act", {"module.act"}), ("module", {"module.act", "module.up"})],
+    ids=lambda each: str(each),
+)
+def test_a_part_that_is_called_module_is_no_wrapper(glob: str, names: set[str], around: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = Wrapped(Beside()) if around is Wrapped else Beside()
+    with apply(model, {glob: "offload"}) as handle:
+        model(leaf()).sum().backward()
+        rows = handle.report().modules
+        assert {row.fqn for row in rows if row.offloaded_bytes or row.recomputed_bytes} == names

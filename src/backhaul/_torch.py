@@ -223,6 +223,11 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the table of a module's own parts. Public replacement: ``named_children``, which leaves out second names."""
+    return module._modules
+
+
 def untraced(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a bound method that Dynamo runs as it is, with all that it calls; it tells whose it is, as the method does.
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from backhaul.compiling import is_compiled
 from backhaul.engine import Engine
+from backhaul.naming import blocks_of
 from backhaul.reporting import Report, Stats
-from backhaul.scopes import Wrapper, blocks_of, clean_fqn, paused, region, wrapper_of
+from backhaul.scopes import Wrapper, paused, region, wrapper_of
 from backhaul.sizes import parse_bytes
 from backhaul.tiers.base import Tier
 
@@ -158,11 +159,11 @@ def offload(
     engine = Engine([module for _, module in named], tier=_tier(tier, named), activation_budget=budget, min_bytes=smallest)
     wrappers: list[Wrapper] = []
     for prefix, root in named:
-        wrappers.append(Wrapper(engine, root, clean_fqn(prefix), is_root=True))
+        wrappers.append(Wrapper(engine, root, prefix, is_root=True))
         if not is_compiled(root):
             for name, block in dict.fromkeys(blocks_of(root)):
                 if wrapper_of(block) is None:
-                    wrappers.append(Wrapper(engine, block, clean_fqn(f"{prefix}.{name}" if prefix else name), is_root=False))
+                    wrappers.append(Wrapper(engine, block, f"{prefix}.{name}" if prefix else name, is_root=False))
     return Handle(engine, wrappers, owns_tier=not isinstance(tier, Tier))
 
 

@@ -12,8 +12,9 @@ from backhaul.actions import Action, Offload
 from backhaul.compiling import is_compiled, look_into_no_trace
 from backhaul.engine import Engine
 from backhaul.globs import matches
+from backhaul.naming import blocks_of, named_modules
 from backhaul.plans import Plan, Resolved
-from backhaul.scopes import Duty, Wrapper, blocks_of, clean_fqn
+from backhaul.scopes import Duty, Wrapper
 from backhaul.sites import Site
 from backhaul.tiers.base import Tier
 
@@ -23,8 +24,8 @@ def wrappers_for(
 ) -> tuple[list[Wrapper], list[Tier]]:
     """Put a wrapper around each module where the plan needs one; return them, and the tiers that its actions name themselves."""
     modules: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        modules.setdefault(clean_fqn(name), module)  # of a wrapper and what it wraps, the wrapper is what is called
+    for name, module in named_modules(model):
+        modules.setdefault(name, module)  # of a wrapper and what it wraps, the wrapper is what is called
     containers = {name for name, module in modules.items() if is_container(module)}
     seconds = _second_names(model, modules)
     _refuse_second_names(plan, modules, seconds)
@@ -104,7 +105,7 @@ def _places(
 
     A module that is also called under a second name needs one wherever that is, since it goes by its first.
     """
-    blocks = {clean_fqn(name) for name, _ in blocks_of(model)} if "" not in compiled else set()
+    blocks = {name for name, _ in blocks_of(model)} if "" not in compiled else set()
     units = set(resolved.units)
     boundaries = {*resolved.boundaries, *(name for name in shared if not is_container(modules[name]))}
     for name, module in modules.items():
@@ -116,7 +117,7 @@ def _places(
 def _second_names(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, str]:
     """Return the first names of modules that the model has under two, by their others."""
     first = {id(module): name for name, module in modules.items()}
-    names = ((clean_fqn(name), module) for name, module in model.named_modules(remove_duplicate=False))
+    names = named_modules(model, twice=True)
     return {name: first[id(module)] for name, module in names if name not in modules and id(module) in first}
 
 

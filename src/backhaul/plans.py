@@ -101,9 +101,9 @@ class Plan:
         object.__setattr__(self, "rules", made)
         object.__setattr__(self, "default", action_of(default, what="the default"))
         if model is not None and not isinstance(model, Fingerprint):
-            from backhaul.scopes import clean_fqn  # not above: plans need no torch, and who has a module has it
+            from backhaul.naming import named_modules  # not above: plans need no torch, and who has a module has it
 
-            model = Fingerprint.of(clean_fqn(name) for name, _ in model.named_modules())
+            model = Fingerprint.of(name for name, _ in named_modules(model))
         object.__setattr__(self, "model", model)
 
     def resolve(self, names: Iterable[str], *, containers: Collection[str] = ()) -> Resolved:

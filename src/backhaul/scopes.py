@@ -33,7 +33,7 @@ from torch.storage import UntypedStorage
 
 from backhaul import _torch, garbage
 from backhaul._torch import compiler_at_work, pop_saved_tensors_hooks, push_saved_tensors_hooks
-from backhaul.compiling import first_compiled, is_compiled, is_compiled_whole, look_into_no_trace
+from backhaul.compiling import first_compiled, is_compiled_whole, look_into_no_trace
 from backhaul.tiers.base import Tier
 from backhaul.tracing import forward_of, unless_traced
 
@@ -403,29 +403,6 @@ def _without_wrappers(state: dict[str, Any]) -> dict[str, Any]:
             else:
                 state[name] = wrapper.previous
     return state
-
-
-_WRAPPER_PARTS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-def clean_fqn(fqn: str) -> str:
-    """Drop what wrappers put into a module's name.
-
-    >>> clean_fqn("_orig_mod.model.layers.0._orig_mod.mlp"), clean_fqn("module.layers.0"), clean_fqn("base_model.model.model.layers.0")
-    ('model.layers.0.mlp', 'layers.0', 'model.layers.0')
-    """
-    parts = fqn.removeprefix("base_model.model.").split(".")
-    return ".".join(part for part in parts if part not in _WRAPPER_PARTS)
-
-
-def blocks_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the uppermost elements of ModuleLists and Sequentials below ``root``, with their names. Does not look into compiled modules."""
-    for name, child in root.named_children():
-        if isinstance(root, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield name, child
-        elif not is_compiled(child):
-            for inner, block in blocks_of(child):
-                yield f"{name}.{inner}", block
 
 
 class Storages:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from backhaul import _torch
 from backhaul.globs import matches
-from backhaul.scopes import clean_fqn
+from backhaul.naming import named_modules
 
 
 class Site:
@@ -36,8 +36,8 @@ class Site:
         self.around = [weakref.ref(outer) for outer in (*around, module)]
         self.verify = verify
         inside: dict[str, nn.Module] = {}
-        for name, part in module.named_modules():
-            inside.setdefault(clean_fqn(name), part)  # of a wrapper and what it wraps, the wrapper
+        for name, part in named_modules(module):
+            inside.setdefault(name, part)  # of a wrapper and what it wraps, the wrapper
         del inside[""]
         self.kept = {name for glob in keep_outputs for name in self._matching(glob, list(inside))}
         self.watched: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()

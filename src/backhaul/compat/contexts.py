@@ -28,8 +28,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from backhaul.api import Handle
 from backhaul.compiling import is_compiled
 from backhaul.engine import Engine
+from backhaul.naming import blocks_of, named_modules
 from backhaul.saved import Blob, Kept
-from backhaul.scopes import Scope, Wrapper, blocks_of, clean_fqn, wrapper_of
+from backhaul.scopes import Scope, Wrapper, wrapper_of
 from backhaul.stations import Station
 from backhaul.tiers.host import PinnedHost
 from backhaul.tiers.pageable import PageableHost
@@ -73,13 +74,13 @@ class ContextEngine(Engine):
     def leave_out(self, module: nn.Module) -> None:
         """Keep what a part of the model saves on the device."""
         (model,) = self._alive()
-        fqn = clean_fqn(next((name for name, part in model.named_modules() if part is module), "output head"))
+        fqn = next((name for name, part in named_modules(model) if part is module), "output head")
         if fqn not in {wrapper.fqn for wrapper in self.wrappers}:
             self._name(module, fqn)
         self.left_out |= {wrapper.fqn for wrapper in self.wrappers if wrapper.fqn == fqn or wrapper.fqn.startswith(f"{fqn}.")}
 
     def _name(self, module: nn.Module, name: str) -> None:
-        self.wrappers.append(Wrapper(self, module, clean_fqn(name), is_root=False))
+        self.wrappers.append(Wrapper(self, module, name, is_root=False))
 
     def _on_accelerator(self) -> bool:
         return torch.accelerator.is_available()
