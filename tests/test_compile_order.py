@@ -449,3 +449,18 @@ def test_adapters_put_in_after_a_plan_is_applied_are_part_of_what_is_recomputed(
                     assert same(step(model), expected)
                 assert handle.stats.recomputed_bytes > 0
                 assert_nothing_left(handle, tier)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("plan", [None, {"layers.1": "recompute", "*": "offload"}], ids=["offload", "apply"])
+def test_a_managed_model_is_exported_as_if_it_were_not(plan, grad, strict):
+    model = made(lambda: Stack([Block(), Block()]))
+    x = torch.randn(ROWS, WIDTH)
+    with torch.set_grad_enabled(grad):
+        expected = torch.export.export(model, (x,), strict=strict)
+        with everything(model) if plan is None else apply(model, plan) as handle:
+            exported = torch.export.export(model, (x,), strict=strict)
+            assert exported.graph_module.code == expected.graph_module.code
+            assert handle.stats.saved_bytes == 0
+            assert same(exported.module()(x), expected.module()(x))

@@ -222,8 +222,7 @@ class Wrapper:
         if self.name == "forward":
             if is_root or self.has_rule:
                 call = torch.compiler.disable(call, recursive=False, reason=IN_A_TRACE if is_root else f"{fqn!r} {ONE_SCOPE}")
-            if not is_root:
-                call = unless_traced(call, previous, reference, functools.partial(_stays, weakref.ref(self)))
+            call = unless_traced(call, previous, reference, functools.partial(_stays, weakref.ref(self)))
         replaced = previous or kind.forward
         functools.update_wrapper(call, replaced, updated=() if _torch.is_compiled_function(replaced) else ("__dict__",))
         if previous is None:
@@ -289,8 +288,8 @@ class Wrapper:
 def _stays(reference: "weakref.ref[Wrapper]") -> bool:
     """Note that a wrapper is being traced, and say whether it must not step aside."""
     wrapper = reference()
-    if wrapper is None:
-        return False
+    if wrapper is None or wrapper.is_root:
+        return wrapper is not None
     wrapper.was_traced = True
     return wrapper.has_rule and wrapper.watcher is not None
 

@@ -22,12 +22,13 @@ def unless_traced(
 ) -> Callable[..., Any]:
     """Return ``call``, which is not there for Dynamo: it sees what ``call`` has replaced, ``previous`` or the class's own forward.
 
-    ``stays`` runs while Dynamo traces where gradients are recorded; if it says so, ``call`` is there.
+    ``stays`` runs while Dynamo traces where gradients are recorded; if it says so, ``call`` is there. It never is while ``torch.export``
+    is at work: what it makes is not trained here.
     """
     is_there: Callable[[], bool] = torch.compiler.assume_constant_result(lambda: stays())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and is_there()):
+        if torch.compiler.is_compiling() and (torch.compiler.is_exporting() or not (torch.is_grad_enabled() and is_there())):
             if previous is not None:
                 return previous(*args, **kwargs)
             return forward_of(module(), *args, **kwargs)
