@@ -328,6 +328,7 @@ class Unit:
 
     def make(self, wanted: Made, bring: Bring) -> None:
         """Run the forward again and fill all that is wanted."""
+        self.site.gather()
         if self.live is not None:
             self.needs_graph = True
         else:
@@ -335,7 +336,6 @@ class Unit:
         for leaf, state in self.variables:
             if name := state.changed(leaf):
                 raise self.differs(f"{name!r} of an argument, a {type(leaf).__name__}, has been changed since its forward")
-        self.site.gather()
         Rerun(self).run(bring)
 
     def _check_again(self) -> None:

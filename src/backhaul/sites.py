@@ -4,6 +4,7 @@ Covers: what is asked for there, its parts and parameters, what is said where it
 Does not cover: one run of it (recomputing.py), or which modules these are (plans.py).
 """
 
+import itertools
 import sys
 import weakref
 from collections.abc import MutableMapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from backhaul import _torch
 from backhaul.globs import matches
-from backhaul.naming import named_modules
+from backhaul.naming import named_modules, path_to
 
 
 class Site:
@@ -60,10 +61,17 @@ class Site:
         """Have FSDP2 gather its parameters, as before a forward: the second run comes before the backward that it would gather for."""
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if fsdp is not None:
-            modules = (module for reference in reversed(self.around) if (module := reference()) is not None)
-            owner = next((module for module in modules if isinstance(module, fsdp.FSDPModule)), None)
+            owner = next((module for module in reversed(self._around()) if isinstance(module, fsdp.FSDPModule)), None)
             if owner is not None:
                 owner.unshard()
+
+    def _around(self) -> list[nn.Module]:
+        """Return what is around the module just now, and itself last: wrappers may have come since the plan was applied."""
+        known = [module for reference in self.around if (module := reference()) is not None]
+        if not all(inner in _torch.own_modules(outer).values() for outer, inner in itertools.pairwise(known)):
+            known = path_to(known[-1], known[0]) or known
+            self.around = [weakref.ref(module) for module in known]
+        return known
 
     def parameters(self) -> list[Tensor]:
         """Return its parameters, as they are just now."""

@@ -276,10 +276,14 @@ def test_a_plan_recomputes_blocks_that_are_compiled_and_sharded_before_or_after(
 # How it is driven
 
 
-def train_accumulating(kind: str) -> Moved:
+def train_accumulating(kind: str, plan: dict[str, str] | None) -> Moved:
     def run(model: nn.Module) -> list[Tensor]:
         if kind == "two passes":
             return accumulate(model)
+        if kind == "gathered ahead":
+            for layer in model.layers:
+                layer.unshard()
+            return [step(model)]
         losses = []
         for last in (False, True):
             model.set_requires_gradient_sync(last)
@@ -288,15 +292,44 @@ def train_accumulating(kind: str) -> Moved:
             losses[-1].backward()
         return [loss.detach() for loss in losses]
 
-    return moved(Stack, shard, run)
+    return moved(Stack, shard, run, plan=plan)
 
 
-@pytest.mark.parametrize("kind", ["two passes", "without sync"])
-def test_accumulated_gradients_are_the_same(world: World, kind):
-    answers = world.run(train_accumulating, kind)
+@pytest.mark.parametrize("plan", [None, WHOLE, INSIDE], ids=["offload", "blocks", "parts of blocks"])
+@pytest.mark.parametrize("kind", ["two passes", "without sync", "gathered ahead"])
+def test_weights_that_are_gathered_earlier_or_stay_longer_stay(world: World, kind, plan):
+    answers = world.run(train_accumulating, kind, plan)
     assert_no_weight_moves(answers)
-    if kind == "two passes":
+    assert all((answer.recomputed_bytes > 0) == (plan is not None) for answer in answers)
+    if kind == "two passes" and plan is None:
         assert [answer.first for answer in answers] == [sorted(2 * OF_A_STACK)] * 2
+
+
+class Around(nn.Module):
+    """Wraps a block, as many do."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run it."""
+        return self.block(x)
+
+
+def compiled_around(layer: nn.Module) -> nn.Module:
+    return torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+
+def train_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Moved:
+    return moved(Stack, lambda model: shard(changed(model, wrap)), step, plan=WHOLE, managed_first=True)
+
+
+@pytest.mark.parametrize("wrap", [Around, compiled_around])
+def test_a_plan_recomputes_blocks_that_are_wrapped_and_sharded_afterwards(world: World, wrap):
+    answers = world.run(train_wrapped, wrap)
+    assert_no_weight_moves(answers)
+    assert all(answer.recomputed_bytes > 0 for answer in answers)
 
 
 def train_prefetching() -> Moved:
