@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -120,6 +120,86 @@ def test_a_second_run_has_the_surroundings_of_the_first_and_leaves_those_there_a
     assert inside[:5] == (True, True, torch.bfloat16, False, before[4] + 1)
     assert inside[5] == surroundings.settings != before[5]
     assert inside[8] == surroundings.generators[0][1].tolist() != before[8]
+
+
+def by_attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+BACKENDS = torch.backends
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any, Any]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64, torch.float32),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium", "highest"),
+    "matmul precision, high": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high", "medium"),
+    "tf32 in cudnn": (*by_attribute(BACKENDS.cudnn, "allow_tf32"), False, True),
+    "cudnn": (*by_attribute(BACKENDS.cudnn, "enabled"), False, True),
+    "oneDNN": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False, True),
+    "oneDNN, deterministic": (*by_attribute(BACKENDS.mkldnn, "deterministic"), True, False),
+    "reduced precision": (*by_attribute(BACKENDS.cuda.matmul, "allow_bf16_reduced_precision_reduction"), False, True),
+    "flash attention": (BACKENDS.cuda.flash_sdp_enabled, BACKENDS.cuda.enable_flash_sdp, False, True),
+    "order of attentions": (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, [2, 1, 0, 3, 4], [1, 2, 0, 3, 4]),
+    "fresh memory": (*by_attribute(torch.utils.deterministic, "fill_uninitialized_memory"), False, True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_second_run_has_the_settings_of_the_first(name: str) -> None:
+    read, write, then, now = SETTINGS[name]
+    was = read()
+    try:
+        write(then)
+        surroundings = Surroundings(())
+        write(now)
+        around = Around()
+        surroundings.put_around(around)
+        assert around.call(read, (), {}) == then
+        assert read() == now
+    finally:
+        write(was)
+
+
+class Draws(nn.Module):
+    """Makes tensors and does not say of what type, or where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Draw a number for each column."""
+        self.devices.append(torch.empty(1).device.type)
+        return (x * torch.rand(16, device=x.device).to(x)).exp()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [(default_dtype(torch.float64), nullcontext()), (torch.device("meta"), nullcontext()), (torch.device("meta"), torch.device("meta"))],
+    ids=["dtype", "device", "device all along"],
+)
+def test_what_a_second_run_makes_is_as_in_the_first(forward: Any, backward: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Draws())
+    with forward:
+        torch.manual_seed(1)
+        result = model(X)
+        expected = torch.autograd.grad(result.sum(), list(model.parameters()))
+        with bh.apply(model, {"1": "recompute"}, min_bytes=0) as handle:
+            torch.manual_seed(1)
+            loss = model(X).sum()
+    with backward:
+        assert same(torch.autograd.grad(loss, list(model.parameters())), expected)
+    assert handle.stats.recomputed_bytes > 0
+    assert model[1].devices == 3 * model[1].devices[:1]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="other places")

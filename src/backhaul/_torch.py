@@ -7,6 +7,7 @@ Does not cover: decisions; these are one-line answers.
 import functools
 import importlib
 import inspect
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -286,48 +287,93 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, _FakeTensor)
 
 
-def kernel_settings() -> tuple[Any, ...]:
-    """Return the settings of this process by which torch chooses among kernels that differ in rounding.
+def _setting(getter: str, setter: str = "") -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return what reads a setting and what writes it; nothing where this torch has no such setting."""
+    read, write = getattr(torch._C, f"_get_{getter}", None), getattr(torch._C, f"_set_{setter or getter}", None)
+    return [] if read is None or write is None else [(read, write)]
 
-    Why: a module that is run again must meet the same. Public replacement: the properties of ``torch.backends``, at ten times the cost;
-    ``float32`` precision there refuses to be read where old and new names have been mixed.
+
+# Those of this process by which torch chooses among kernels that differ in rounding, or makes tensors.
+_SETTINGS = [
+    (torch.get_default_dtype, torch._C._set_default_dtype),
+    *_setting("deterministic_fill_uninitialized_memory"),
+    *(pair for name in ("enabled", "deterministic", "benchmark") for pair in _setting(f"cudnn_{name}")),
+    *(pair for name in ("enabled", "deterministic") for pair in _setting(f"mkldnn_{name}")),
+    *(pair for name in ("flash", "mem_efficient", "math", "cudnn", "fa3") for pair in _setting(f"{name}_sdp_enabled", f"sdp_use_{name}")),
+    *_setting("sdp_priority_order"),
+    *_setting("math_sdp_allow_fp16_bf16_reduction"),
+    *_setting("cublas_allow_fp16_accumulation"),
+    *(pair for name in ("blas", "linalg") for pair in _setting(f"{name}_preferred_backend")),
+]
+_REDUCTIONS = [pair for name in ("fp16", "bf16") for pair in _setting(f"cublas_allow_{name}_reduced_precision_reduction")]  # pairs of flags
+_PRECISIONS = [(backend, what) for what in ("all", "matmul", "conv", "rnn") for backend in ("cuda", "mkldnn")]
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Return the settings of this process by which torch chooses among kernels that differ in rounding, or makes tensors.
+
+    Why: a module that is run again must meet the same. Public replacement: the properties of ``torch.backends``, at ten times the cost.
+    Precision has an old name and new ones. Where both have been used torch refuses to read the old one; then it is ``None``.
     """
     c = torch._C
+    precisions = (c._get_fp32_precision_getter("generic", "all"), *itertools.starmap(c._get_fp32_precision_getter, _PRECISIONS))
     return (
         (c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only()),
-        c._get_cudnn_enabled(),
-        c._get_cudnn_deterministic(),
-        c._get_cudnn_benchmark(),
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-        c._get_fp32_precision_getter("cuda", "matmul"),
-        c._get_fp32_precision_getter("mkldnn", "matmul"),
+        (*[read() for read, _ in _SETTINGS], *[read() for read, _ in _REDUCTIONS]),
+        (_or_none(c._get_float32_matmul_precision), _or_none(c._get_cudnn_allow_tf32), precisions),
     )
 
 
+def _or_none(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
 def kernel_setters(settings: tuple[Any, ...], present: tuple[Any, ...]) -> list[Callable[[], object]]:
-    """Return functions of C that turn the settings ``present`` into others: one for each that differs.
+    """Return functions of C that turn the settings ``present`` into others.
 
     Public replacement: as for ``kernel_settings``.
     """
     c, partial = torch._C, functools.partial
-    (value, warn_only), *values = settings
-    setters: tuple[Callable[[Any], object], ...] = (
-        c._set_cudnn_enabled,
-        c._set_cudnn_deterministic,
-        c._set_cudnn_benchmark,
-        c._set_sdp_use_flash,
-        c._set_sdp_use_mem_efficient,
-        c._set_sdp_use_math,
-        c._set_sdp_use_cudnn,
-        partial(c._set_fp32_precision_setter, "cuda", "matmul"),
-        partial(c._set_fp32_precision_setter, "mkldnn", "matmul"),
-    )
-    calls: list[Callable[[], object]] = [partial(c._set_deterministic_algorithms, value, warn_only=warn_only)]
-    calls += [partial(setter, value) for setter, value in zip(setters, values, strict=True)]
-    return [call for call, value, now in zip(calls, settings, present, strict=True) if value != now]
+    (deterministic, values, precision), (deterministic_now, values_now, precision_now) = settings, present
+    calls: list[Callable[[], object]] = []
+    if deterministic != deterministic_now:
+        calls.append(partial(c._set_deterministic_algorithms, deterministic[0], warn_only=deterministic[1]))
+    for (_, write), value, now in zip((*_SETTINGS, *_REDUCTIONS), values, values_now, strict=True):
+        if value != now:
+            calls.append(partial(write, *value) if type(value) is tuple else partial(write, value))
+    if precision != precision_now:
+        matmul, convolutions, (everything, *each) = precision
+        calls.append(partial(c._set_fp32_precision_setter, "generic", "all", everything))
+        # The old names first: they write the new ones, too, though not always as they were.
+        calls += [partial(c._set_float32_matmul_precision, matmul)] if matmul is not None else []
+        calls += [partial(c._set_cudnn_allow_tf32, convolutions)] if convolutions is not None else []
+        calls += [partial(c._set_fp32_precision_setter, *names, value) for names, value in zip(_PRECISIONS, each, strict=True)]
+    return calls
+
+
+def default_device() -> torch.device | None:
+    """Return where this thread makes tensors that name no device, if somebody has said so.
+
+    Why: a backward pass may run on a thread of its own, for which nobody has. Public replacement: ``torch.get_default_device``, which does
+    not tell whether.
+    """
+    if not torch._C._len_torch_function_stack():
+        return None
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return modes[-1].device if modes else None
+
+
+def device_mode(device: torch.device | None) -> Any:
+    """Return the mode under which tensors are made on ``device``; ``None`` stands for the CPU. Why, and public: as ``default_device``."""
+    from torch.utils._device import DeviceContext
+
+    return DeviceContext(torch.device("cpu") if device is None else device)
 
 
 def kept_by(node: torch.autograd.graph.Node, name: str) -> Any:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from backhaul import _torch
+from backhaul.kinds import whole_of
 from backhaul.remade import Remade
 from backhaul.saved import Bring, Kept, Layout, Parts, Promise, Recast, Saved, View, modified_in_place
 
@@ -174,12 +175,11 @@ class Claims:
         """Return a claim to ``promise``, which stands for ``tensor``, as it is being packed."""
         claim = Claim(self, promise, eps)
         if not _torch.version_of(tensor):  # [Note: Never written]
-            base = _torch.view_base(tensor)
-            whole = tensor if base is None else base
-            node = whole.grad_fn
-            if node is not None:
+            whole = whole_of(tensor)
+            node = None if whole is None else whole.grad_fn
+            if whole is not None and node is not None:
                 notes: Any = node.metadata  # a property, whatever its annotation says
-                notes[self, whole.output_nr] = (weakref.ref(claim), None if base is None else Layout.of(base))
+                notes[self, whole.output_nr] = (weakref.ref(claim), None if whole is tensor else Layout.of(whole))
         return claim
 
     def is_steady(self, kept: Tensor) -> bool:

@@ -19,6 +19,14 @@ from backhaul import _torch
 from backhaul.saved import Layout
 
 
+def whole_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of, itself if it is none; ``None`` where that has no strides: nested, or sparse."""
+    base = _torch.view_base(tensor)
+    if base is None:
+        return tensor
+    return base if base.layout is torch.strided and not base.is_nested else None
+
+
 def is_parameter(tensor: Tensor) -> bool:
     """Say whether the tensor is a parameter, or a view of one such as ``weight.t()``."""
     base = _torch.view_base(tensor)
@@ -102,10 +110,11 @@ def cast_parameter(tensor: Tensor, storage: UntypedStorage, *, since: int) -> nn
     ``since`` is a number of this thread's (``_torch.next_node_number``): casts from before it do not count, for the parameter may have been
     written since. So it does in autocast's cache when an optimizer steps inside the autocast context.
     """
-    whole = _torch.view_base(tensor)
-    whole = tensor if whole is None else whole
-    made_by = whole.grad_fn
-    if made_by is None or made_by.name() != "ToCopyBackward0" or _torch.version_of(whole) or _torch.node_number(made_by) < since:
+    whole = whole_of(tensor)
+    made_by = None if whole is None else whole.grad_fn
+    if whole is None or made_by is None:
+        return None
+    if made_by.name() != "ToCopyBackward0" or _torch.version_of(whole) or _torch.node_number(made_by) < since:
         return None
     parameter = getattr(made_by.next_functions[0][0], "variable", None)
     if (

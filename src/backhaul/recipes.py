@@ -31,6 +31,7 @@ from torch.storage import UntypedStorage
 from backhaul import _torch
 from backhaul._torch import set_grad_enabled
 from backhaul.claims import Eps
+from backhaul.kinds import whole_of
 from backhaul.recipe_ops import OPS, Function, Op, Output
 from backhaul.remade import Made
 from backhaul.saved import Bring, Layout, Promise
@@ -140,10 +141,9 @@ def recipe_for(tensor: Tensor, sources: Sources, *, cheap_only: bool = True) -> 
 
     The tensor is a plain strided one that has been saved by nobody else. Its storage is made as the tensor that it is a view of, if it is.
     """
-    base = _torch.view_base(tensor)
-    whole = tensor if base is None else base
-    node = whole.grad_fn
-    if node is None or node.name() not in OPS:
+    whole = whole_of(tensor)
+    node = None if whole is None else whole.grad_fn
+    if whole is None or node is None or node.name() not in OPS:
         return None
     shape, dtype = whole.shape, whole.dtype
     num_bytes = whole.nbytes

@@ -1,7 +1,7 @@
 """What a forward pass depends on besides its arguments and its module.
 
-Covers: random number generators, autocast, and the settings by which torch chooses kernels; as they were, and how to have
-them so again.
+Covers: random number generators, autocast, the settings by which torch chooses kernels, default dtype and device; as they were, and how to
+have them so again.
 Does not cover: choices that a forward pass makes from floating-point values (choices.py).
 """
 
@@ -60,7 +60,7 @@ class Surroundings:
         generators: further generators that it was given.
     """
 
-    __slots__ = ("autocast", "caches", "generators", "settings")
+    __slots__ = ("autocast", "caches", "device", "generators", "settings")
 
     def __init__(self, devices: Collection[torch.device], generators: Iterable[Generator] = ()) -> None:
         found = [torch.default_generator, *generators, *map(default_generator, devices)]
@@ -70,6 +70,7 @@ class Surroundings:
             self.autocast += [(kind, _autocast_dtype(kind)) for kind in {device.type for device in devices}]
         self.caches = torch.is_autocast_cache_enabled()
         self.settings = _torch.kernel_settings()
+        self.device = _torch.default_device()
 
     def settle(self) -> None:
         """Forget the generators that have not moved."""
@@ -88,9 +89,10 @@ class Surroundings:
                 self._put_autocast_around(around, kind, dtype)
         settings = _torch.kernel_settings()
         if settings != self.settings:
-            do, undo = _torch.kernel_setters(self.settings, settings), _torch.kernel_setters(settings, self.settings)
-            for step, back in zip(do, undo, strict=True):
-                around.add(step, back)
+            around.steps += _torch.kernel_setters(self.settings, settings)
+            around.undoing += reversed(_torch.kernel_setters(settings, self.settings))
+        if _torch.default_device() != self.device:
+            around.add(partial(_torch.push_function_mode, _torch.device_mode(self.device)), _torch.pop_function_mode)
         for generator, state in self.generators:
             around.add(partial(generator.set_state, state), partial(generator.set_state, generator.get_state()))
 
