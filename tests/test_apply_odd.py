@@ -140,3 +140,23 @@ def test_a_forward_that_runs_a_backward_adds_to_gradients_once(plan):
     with apply(model, plan):
         for _ in range(2):
             assert same(gradients(), expected)
+
+
+def values_of_csr(x: Tensor) -> Tensor:
+    return x.to_sparse_csr().values().square()
+
+
+def attention_of_jagged(x: Tensor) -> Tensor:
+    nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, len(x)])).unflatten(-1, (2, WIDTH // 2)).transpose(1, 2)
+    return nn.functional.scaled_dot_product_attention(nested, nested, nested).transpose(1, 2).flatten(-2).values()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plan", [{"*": "save"}, {"*": "offload"}, {"parts.0": "recompute", "*": "offload"}])
+@pytest.mark.parametrize("function", [values_of_csr, attention_of_jagged])
+def test_a_view_of_something_without_strides_is_saved_as_any_tensor(function, plan):
+    model = Code(lambda x: function(model.parts[0](x)), nn.Linear(WIDTH, WIDTH))
+    expected = step(model, leaf())
+    with apply(model, plan) as handle:
+        assert same(step(model, leaf()), expected)
+        assert handle.stats.saved_bytes > 0

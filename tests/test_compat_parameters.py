@@ -83,6 +83,11 @@ def test_no_stash_at_all_is_refused_where_it_matters():
     trl.OffloadActivations(use_streams=False, max_fwd_stash_size=0)
 
 
+def test_torchtune_s_old_default_means_streams():
+    with pytest.raises(ValueError, match="max_fwd_stash_size=0"):
+        torchtune.OffloadActivations(use_streams=None, max_fwd_stash_size=0)
+
+
 def test_without_pinned_memory_all_goes_to_pageable_memory(tiers):
     model = build()
     context = trl.OffloadActivations(use_pin_memory=False, **ALL)

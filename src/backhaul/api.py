@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from backhaul.compiling import is_compiled
+from backhaul.compiling import is_compiled, is_scripted
 from backhaul.engine import Engine
 from backhaul.naming import blocks_of
 from backhaul.reporting import Report, Stats
@@ -158,12 +158,17 @@ def offload(
     smallest = MIN_BYTES if min_bytes is None else parse_bytes(min_bytes, what="min_bytes")
     engine = Engine([module for _, module in named], tier=_tier(tier, named), activation_budget=budget, min_bytes=smallest)
     wrappers: list[Wrapper] = []
-    for prefix, root in named:
-        wrappers.append(Wrapper(engine, root, prefix, is_root=True))
-        if not is_compiled(root):
-            for name, block in dict.fromkeys(blocks_of(root)):
-                if wrapper_of(block) is None:
-                    wrappers.append(Wrapper(engine, block, f"{prefix}.{name}" if prefix else name, is_root=False))
+    try:
+        for prefix, root in named:
+            wrappers.append(Wrapper(engine, root, prefix, is_root=True))
+            if not is_compiled(root):
+                for name, block in dict.fromkeys(blocks_of(root)):
+                    if wrapper_of(block) is None:
+                        wrappers.append(Wrapper(engine, block, f"{prefix}.{name}" if prefix else name, is_root=False))
+    except BaseException:
+        for wrapper in wrappers:
+            wrapper.remove()
+        raise
     return Handle(engine, wrappers, owns_tier=not isinstance(tier, Tier))
 
 
@@ -262,6 +267,8 @@ def _named_modules(modules: nn.Module | Sequence[nn.Module]) -> list[tuple[str, 
             if wrapper_of(module) is not None:
                 known = name or type(module).__name__
                 raise ValueError(f"{known!r} is managed by a handle already; remove that handle first, or leave the module out")
+            if module is root and is_scripted(module):
+                raise ValueError(f"{prefix or 'the model'!r} has been compiled by torch.jit; manage what is around it")
             if module is not root and module in names:
                 inner, outer = names[module], prefix
                 raise ValueError(f"{inner!r} is inside {outer!r}; give each module once, and none that another one contains")

@@ -4,12 +4,12 @@ Covers: names without what wrappers put into them, compiled modules, the modules
 Does not cover: what rules mean (resolving.py), or what a wrapper does (scopes.py).
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import nn
 
 from backhaul.actions import Action, Offload
-from backhaul.compiling import is_compiled, look_into_no_trace
+from backhaul.compiling import is_compiled, is_scripted, look_into_no_trace
 from backhaul.engine import Engine
 from backhaul.globs import matches
 from backhaul.naming import blocks_of, named_modules
@@ -26,6 +26,7 @@ def wrappers_for(
     modules: dict[str, nn.Module] = {}
     for name, module in named_modules(model):
         modules.setdefault(name, module)  # of a wrapper and what it wraps, the wrapper is what is called
+    _refuse_scripted(plan, model, modules)
     containers = {name for name, module in modules.items() if is_container(module)}
     seconds = _second_names(model, modules)
     _refuse_second_names(plan, modules, seconds)
@@ -42,6 +43,7 @@ def wrappers_for(
         return Duty(tier=None if action.tier is None else tier_of(action.tier), recipes=True)
 
     units = set(resolved.units)
+    _refuse_units_around_scripted({name: modules[name] for name in resolved.units})
 
     def duty_of(name: str) -> Duty:
         if name not in units:
@@ -128,6 +130,27 @@ def _refuse_second_names(plan: Plan, modules: dict[str, nn.Module], seconds: dic
             for second in seconds:
                 if matches(rule.glob, second):
                     raise ValueError(f"rule {rule.glob!r} names {second!r}, which is the same module as {seconds[second]!r}; use that name")
+
+
+def _refuse_scripted(plan: Plan, model: nn.Module, modules: Collection[str]) -> None:
+    """Refuse a rule for nothing but what ``torch.jit`` has compiled, which has no name here."""
+    scripted = [name for name, module in model.named_modules() if is_scripted(module)]
+    for rule in plan.rules if scripted else ():
+        if not any(matches(rule.glob, name) for name in modules):
+            name = next((name for name in scripted if matches(rule.glob, name)), None)
+            if name is not None:
+                raise ValueError(f"rule {rule.glob!r} names {name!r}, which torch.jit has compiled; make a rule for what is around it")
+
+
+def _refuse_units_around_scripted(units: Mapping[str, nn.Module]) -> None:
+    """Refuse to run again what ``torch.jit`` has compiled: it is optimized between the first runs, and then need not do the same."""
+    for name, unit in units.items():
+        if any(map(is_scripted, unit.modules())):
+            inside = next(part for part, module in unit.named_modules() if is_scripted(module))
+            raise ValueError(
+                f'{name or "the model"!r} cannot be under "recompute": torch.jit has compiled {inside!r} inside, and optimizes it between '
+                "its first runs; put it under another rule, or only those modules inside it that have nothing to do with that"
+            )
 
 
 def _refuse_inside_compiled(resolved: Resolved, compiled: Collection[str]) -> None:

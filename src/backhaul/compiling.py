@@ -17,6 +17,7 @@ around what was compiled before, Dynamo does not see it. So the managed module l
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from backhaul import _torch
@@ -32,6 +33,11 @@ def is_compiled(module: nn.Module) -> bool:
         or _torch.original_module(module) is not None
         or _torch.is_compiled_function(module.forward)
     )
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Say whether ``torch.jit`` has compiled a module. Its forward is not Python, so it cannot have a wrapper."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def first_compiled(model: nn.Module, names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from backhaul import _torch
-from backhaul.compiling import is_compiled
+from backhaul.compiling import is_compiled, is_scripted
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # the only part of a wrapper, as torch calls it,
 _PERHAPS_WRAPPED = "module"  # and as DDP and others do; where there are more parts, that is just a name
@@ -18,7 +18,9 @@ _ADAPTED = "base_model.model."  # what peft puts in front
 
 
 def named_modules(root: nn.Module, *, twice: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what ``root.named_modules()`` does, under clean names. A wrapper and what it wraps have the same one, the wrapper comes first.
+    """Yield what ``root.named_modules()`` does, under clean names, but for what ``torch.jit`` has compiled.
+
+    A wrapper and what it wraps have the same name, the wrapper comes first.
 
     Args:
         root: whose own name is empty.
@@ -37,7 +39,7 @@ def named_modules(root: nn.Module, *, twice: bool = False) -> Iterator[tuple[str
         seen.add(module)
         yield name.removeprefix(_ADAPTED), module
         for part, child in _torch.own_modules(module).items():
-            if child is not None:
+            if child is not None and not is_scripted(child):
                 yield from walk(child, name_of_part(name, module, part))
 
     yield from walk(root, "")
@@ -51,11 +53,16 @@ def name_of_part(outer: str, module: nn.Module, part: str) -> str:
 
 
 def blocks_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the uppermost elements of ModuleLists and Sequentials below ``root``, with their names. Does not look into compiled modules."""
+    """Yield the uppermost elements of ModuleLists and Sequentials below ``root``, with their names. Does not look into compiled modules.
+
+    What ``torch.jit`` has compiled is left out.
+    """
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         for part, child in module.named_children():
             inner = name_of_part(name, module, part)
+            if is_scripted(child):
+                continue
             if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
                 yield inner.removeprefix(_ADAPTED), child
             elif not is_compiled(child):

@@ -34,37 +34,6 @@ def is_cache(value: Any) -> bool:
     return type(value).__name__.endswith("Cache")
 
 
-def has_state(value: Any) -> bool:
-    """Say whether the value is an object that a module may write to, as nothing else will tell."""
-    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and not callable(value)
-
-
-class State:
-    """What the attributes of an object were, without keeping tensors among them alive."""
-
-    def __init__(self, value: Any) -> None:
-        self._items = {name: self._item(each) for name, each in vars(value).items()}
-
-    @staticmethod
-    def _item(each: Any) -> Any:
-        return (weakref.ref(each), _torch.version_of(each)) if isinstance(each, Tensor) else each
-
-    def changed(self, value: Any) -> str:
-        """Return the name of an attribute that is another one now, or a tensor that has been written in place; "" if there is none."""
-        now = vars(value)
-        name: str
-        for name in (*self._items, *now):
-            if name not in now or name not in self._items:
-                return name
-            then, this = self._items[name], now[name]
-            if isinstance(this, Tensor):
-                if not isinstance(then, tuple) or then[0]() is not this or then[1] != _torch.version_of(this):
-                    return name
-            elif then is not this:
-                return name
-        return ""
-
-
 _LEAVES = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
 
 

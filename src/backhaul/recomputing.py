@@ -44,12 +44,13 @@ from backhaul.choices import Recording
 from backhaul.claims import depth_of, once_more
 from backhaul.interrupts import Around
 from backhaul.kinds import take_apart, why_it_stays
-from backhaul.parts import Part, State, flatten, has_state, is_cache, is_leaf, kind_of_maker, layout_of, plain_parts, storages_of, unflatten
+from backhaul.parts import Part, flatten, is_cache, is_leaf, kind_of_maker, layout_of, plain_parts, storages_of, unflatten
 from backhaul.remade import Made, Remade
 from backhaul.replaying import Surroundings
 from backhaul.rerunning import Rerun
 from backhaul.saved import Bring, Layout, Parts, Promise
 from backhaul.sites import Site
+from backhaul.snapshots import Snapshot, is_iterator, may_change
 from backhaul.watching import Watching, fingerprint
 
 MOST_INSIDE = 4  # times what a norm written in plain code returns is about what it saves inside
@@ -172,12 +173,14 @@ class Unit:
         self.homes = [keeper.home_of(parameter) for parameter in site.parameters()] if self.versions else []
         self.recording = None if site.chooses is False else Recording(keeper.promise)
         generators: list[torch.Generator] = []
-        self.variables: list[tuple[Any, State]] = []
+        self.variables: list[tuple[Any, Snapshot]] = []
         if any(self.nesting):
             if any(is_cache(leaf) for leaf in leaves):
                 raise site.refuse("it takes a cache, which a second run would extend once more", "call the model with use_cache=False")
+            if any(is_iterator(leaf) for leaf in leaves):
+                raise site.refuse("it takes an iterator, which a second run would find at its end", "give it a list")
             generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-            self.variables = [(leaf, State(leaf)) for leaf in leaves if has_state(leaf)]
+            self.variables = [(leaf, Snapshot(leaf)) for leaf in leaves if may_change(leaf)]
         self.surroundings = Surroundings(self._accelerators(), generators)
 
     def _hold(self, tensor: Tensor) -> Input:

@@ -133,7 +133,8 @@ class Rerun:
         return self.unit.differs(f"{name} {what}", "" if part is None else part.inside)
 
     def _stop_if_done(self) -> None:
-        if not self.waiting and not self.num_held and not self.unit.site.verify:
+        # In the forward itself, which runs a backward, no more has been saved so far.
+        if not self.waiting and not self.num_held and (self.unit.live is not None or not self.unit.site.verify):
             raise _Enough
 
     def _end(self, output: Any) -> None:
