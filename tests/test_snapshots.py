@@ -82,7 +82,7 @@ def first(owner: Any) -> float:
 CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], float], str]] = {
     "an attribute": (lambda: SimpleNamespace(number=1.0), attribute, "number"),
     "a slot": (Slots, attribute, "number"),
-    "a list in a dict in an object": (lambda: SimpleNamespace(inner={"a": [[]]}), deep, "inner['a'][0]"),
+    "a list in a dict in an object": (lambda: SimpleNamespace(inner={"a": [[]]}), deep, "inner['a'][0][0]"),
     "a tensor in an object": (lambda: SimpleNamespace(tensor=torch.ones(2)), in_place, "tensor"),
     "an attribute of a module": (Keeps, attribute, "number"),
     "a buffer of a module": (Keeps, buffer, "inner._buffers['num_batches_tracked']"),

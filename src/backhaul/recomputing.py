@@ -51,7 +51,7 @@ from backhaul.rerunning import Rerun
 from backhaul.saved import Bring, Layout, Parts, Promise
 from backhaul.sites import Site
 from backhaul.snapshots import Snapshot, is_iterator, may_change
-from backhaul.watching import Watching, fingerprint
+from backhaul.watching import Watching, fingerprint, is_workspace
 
 MOST_INSIDE = 4  # times what a norm written in plain code returns is about what it saves inside
 
@@ -274,7 +274,8 @@ class Unit:
         if not self.site.verify:
             return Part(layout, reference, None, "", node)
         stack = self.inside.stack if self.inside is not None else ()
-        return Part(layout, reference, fingerprint(tensor), stack[-1] if stack else "", node)
+        digest = None if is_workspace(tensor) else fingerprint(tensor)
+        return Part(layout, reference, digest, stack[-1] if stack else "", node)
 
     def finish(self, output: Any) -> list[tuple[Tensor, Made]]:
         """End the first run. Return the tensors in what the module returned whose storages can be made again, and what makes them.

@@ -47,11 +47,10 @@ class Snapshot:
 
     def changed(self, value: Any) -> str:
         """Return the name of a part that is another one now; "" if there is none."""
-        now = dict(_Walk().parts(value, "", 0))
-        for name in (*self._parts, *now):
-            if name not in now or name not in self._parts or self._parts[name] != now[name]:
-                return name.removeprefix(".") or "content"
-        return ""
+        then, now = self._parts, dict(_Walk().parts(value, "", 0))
+        names = [name for name in (then | now) if name not in now or name not in then or then[name] != now[name]]
+        innermost = (name for name in names if not any(other.startswith(name) for other in names if other != name))
+        return "" if not names else next(innermost).removeprefix(".") or "content"
 
 
 class _Same:
@@ -114,7 +113,7 @@ class _Walk:
         if isinstance(value, (list, tuple, deque)):
             return {f"[{index}]": each for index, each in enumerate(value)}
         if isinstance(value, Set):
-            return {f"[{index}]": each for index, each in enumerate(value)}
+            return "\n".join(sorted(repr(each) if isinstance(each, _PLAIN) else str(id(each)) for each in value)).encode()
         if (state := _state_of_generator(value)) is not None:
             return pickle.dumps(state)
         if isinstance(value, FunctionType):

@@ -53,13 +53,17 @@ _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
+def is_workspace(tensor: Tensor) -> bool:
+    """Say whether a saved tensor is the workspace of a kernel, as oneDNN's and cuDNN's LSTM have it, not all of which need be written."""
+    return tensor.dtype is torch.uint8 and tensor.dim() == 1
+
+
 def fingerprint(tensor: Tensor) -> int | None:
     """Return a number that all bytes of a tensor, their order included, go into; ``None`` for a tensor that has no plain bytes.
 
-    Worked out on the tensor's device, so that gigabytes need not cross the link. Synchronizes. A row of bytes that no node has made is the
-    workspace of a kernel, as of oneDNN's and cuDNN's LSTM, which need not have written all of it.
+    Worked out on the tensor's device, so that gigabytes need not cross the link. Synchronizes.
     """
-    if why_it_stays(tensor) or not tensor.numel() or (tensor.dtype is torch.uint8 and tensor.dim() == 1):
+    if why_it_stays(tensor) or not tensor.numel():
         return None
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         content = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
