@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import backhaul as bh
 from tests.conftest import everything, same
+from tests.planned import apply
 
 HIDDEN, LENGTH, ROWS = 16, 8, 2  # ROWS sequences a microbatch
 SINGLE = ("GPipe", "1F1B")  # one stage a rank; the others have two
@@ -128,24 +129,31 @@ def plain_step(pipeline: Pipeline, number: int) -> list[Tensor]:
     return pipeline.step(number, MICROBATCHES)
 
 
-def manage_each(modules: Sequence[nn.Module], budgets: Sequence[int | None]) -> list[bh.Handle]:
+Plan = dict[str, str]
+
+
+def manage_each(modules: Sequence[nn.Module], budgets: Sequence[int | None], plan: Plan | None = None) -> list[bh.Handle]:
     """Manage each stage apart, through tiers that copy as late as they may."""
+    if plan is not None:
+        return [apply(module, plan, activation_budget=budget) for module, budget in zip(modules, budgets, strict=True)]
     return [everything(module, activation_budget=budget) for module, budget in zip(modules, budgets, strict=True)]
 
 
-def compare(name: str, share: float | None, step: Step = plain_step, steps: int = 5, make: Make = make_stage) -> list[Stage]:
+def compare(
+    name: str, share: float | None, step: Step = plain_step, steps: int = 5, make: Make = make_stage, plan: Plan | None = None
+) -> list[Stage]:
     """Train a pipeline plainly and managed, and see that no loss and no gradient differs in a bit and nothing is left after a step.
 
     Each stage may keep ``share`` of what it wants at peak; ``None`` sets no budget.
     """
     roomy = Pipeline(name, make=make)
-    handles = manage_each(roomy.modules, [1 << 40] * len(roomy.modules))
+    handles = manage_each(roomy.modules, [1 << 40] * len(roomy.modules), plan)
     step(roomy, 0)
     wants = [handle.stats.peak_resident_bytes for handle in handles]
 
     plain, pipeline = Pipeline(name, make=make), Pipeline(name, make=make)
     budgets = [None if share is None else int(share * each) for each in wants]
-    handles = manage_each(pipeline.modules, budgets)
+    handles = manage_each(pipeline.modules, budgets, plan)
     seen = [Stage(*each) for each in zip(pipeline.indices, budgets, wants, strict=True)]
     for number in range(steps):
         assert same(step(pipeline, number), step(plain, number)), f"step {number} differs"
@@ -243,6 +251,21 @@ def make_checkpointed(index: int) -> nn.Module:
     assert isinstance(stage, nn.Sequential)
     block = stage[1]
     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return stage
+
+
+def make_compiled(index: int) -> nn.Module:
+    """Make a stage of compiled blocks."""
+    stage = make_stage(index)
+    for block in stage.children():
+        block.compile(backend="aot_eager", fullgraph=True)
+    return stage
+
+
+def make_compiled_whole(index: int) -> nn.Module:
+    """Make a stage that is one graph."""
+    stage = make_stage(index)
+    stage.compile(backend="aot_eager", fullgraph=True)
     return stage
 
 

@@ -93,7 +93,21 @@ def test_a_forward_and_a_backward_in_two_threads_at_once_train_the_same(world):
         assert stage.last.offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("make", [ranks.make_checkpointed, ranks.make_sharded])
-def test_stages_of_checkpointed_blocks_or_sharded_weights_train_the_same(world, make):
+OTHER_STAGES = [ranks.make_checkpointed, ranks.make_sharded, ranks.make_compiled, ranks.make_compiled_whole]
+
+
+@pytest.mark.parametrize("make", OTHER_STAGES)
+def test_stages_of_checkpointed_or_compiled_blocks_or_sharded_weights_train_the_same(world, make):
     for stage in stages(world, ranks.compare, "Interleaved1F1B", 0.5, ranks.plain_step, 4, make):
         assert stage.last.offloaded_bytes > 0
+
+
+PLANS = [{"1": "recompute", "0.*": "offload"}, {"*.norm": "recompute", "*.up": "recompute", "*": "offload"}]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["blocks", "parts of blocks"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_plan_recomputes_in_every_schedule(world, name, plan):
+    for stage in stages(world, ranks.compare, name, 0.0, ranks.plain_step, 4, ranks.make_stage, plan):
+        assert stage.last.offloaded_bytes > 0
+        assert stage.last.recomputed_bytes > 0
