@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from backhaul.saved import View
 from backhaul.testing import RecordingTier, same_bits
 from tests.conftest import Code, everything, same
 
@@ -294,3 +295,25 @@ def test_c29_an_address_used_again_is_a_new_tensor():
         assert same(torch.autograd.grad(module(x), x), expected)
         assert handle.stats.num_offloads == 40
     assert handle.stats.resident_bytes == tier.used_bytes == 0
+
+
+def test_a_tensor_that_many_operations_save_is_moved_as_one_view(monkeypatch):
+    moves: list[View] = []
+    move_to = View.move_to
+
+    def counted(view: View, root: Tensor) -> None:
+        moves.append(view)
+        move_to(view, root)
+
+    def forward(x: Tensor) -> Tensor:
+        y = x.cumsum(0)
+        return sum((y * weight for weight in weights), start=y * 0)
+
+    monkeypatch.setattr(View, "move_to", counted)
+    weights = [nn.Parameter(torch.rand(16)) for _ in range(20)]
+    model, x = Code(forward), torch.rand(8, 16)
+    expected = torch.autograd.grad(model(x).sum(), weights)
+    with everything(model) as handle:
+        for _ in range(3):
+            assert same(torch.autograd.grad(model(x).sum(), weights), expected)
+        assert 0 < len(moves) <= handle.stats.reloaded_bytes / x.nbytes

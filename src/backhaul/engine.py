@@ -349,7 +349,7 @@ class Engine:
         if blob.frame is not frame and blob.num not in frame.seen:
             frame.seen.add(blob.num)
             self.tally.saved(scope.fqn, blob.num_bytes, "shared with an earlier pass")
-        blob.views.append(view)
+        view = blob.add(view)
         alias = view.alias
         if scope.duty.keep:
             self.mover.stay(station, blob, storage, "save")

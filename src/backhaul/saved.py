@@ -158,6 +158,15 @@ class Blob:
         """Say whether another tensor of the storage can share this blob's copy ([Note: Late views])."""
         return self.slot is None or any(_torch.share_version_counter(known.alias, view.alias) for known in self.views)
 
+    def add(self, view: View) -> View:
+        """Return the view that there is of a tensor saved before, or else this one, which counts from now on."""
+        for known in self.views:
+            same = known.layout == view.layout and known.version == view.version
+            if same and not known.spoiled and _torch.share_version_counter(known.alias, view.alias):
+                return known
+        self.views.append(view)
+        return view
+
     @property
     def survivor(self) -> UntypedStorage | None:
         """The storage that was given up, if somebody else has kept it alive and nobody has written to it."""
