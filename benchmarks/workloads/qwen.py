@@ -108,11 +108,8 @@ class QwenTraining(Workload):
         num_layers = config.num_hidden_layers
         # The link hides what the first layers save: the forward pass of all others comes in between.
         late = range(num_layers // 4, num_layers)
-        if sizes.family == "Qwen3Moe":
-            again = [f"*.layers.{layer}.mlp.experts" for layer in late]
-        else:
-            again = [*(f"*.layers.{layer}.mlp.up_proj" for layer in late), f"*.layers.{num_layers - 1}.mlp.gate_proj"]
-        self.tight = {**dict.fromkeys(again, "recompute"), "*": "offload"}
+        part = "experts" if sizes.family == "Qwen3Moe" else "up_proj"
+        self.tight = {**{f"*.layers.{layer}.mlp.{part}": "recompute" for layer in late}, "*": "offload"}
         self.slots = (Slot(kind="forward", microbatch=0), Slot(kind="backward", microbatch=0))
         self.facts = {
             "model": type(model).__name__,
