@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import backhaul as bh
 from backhaul.reporting import Stats
 from backhaul.testing import RecordingTier
 from tests.conftest import Code, everything
@@ -105,6 +106,14 @@ def test_a_report_says_why_nothing_moved():
         assert "note: nothing was offloaded: no forward of a managed module has run" in str(handle.report())
         step(model)
         assert "note: nothing was offloaded: the largest saved tensor has 512 B, below min_bytes=1.0 GiB" in str(handle.report())
+
+
+def test_a_report_says_that_others_save_what_a_rule_would_free():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Identity(), torch.nn.Linear(8, 8))
+    for plan, said in (({"1": "recompute"}, True), ({"1": "recompute", "*": "offload"}, False)):
+        with bh.apply(model, plan, tier=RecordingTier(), activation_budget=0, min_bytes=0) as handle:
+            model(torch.ones(4, 8)).sum().backward()
+            assert ('add "*": "offload" as the last rule' in str(handle.report())) == said
 
 
 def test_a_report_can_be_had_after_removal():

@@ -200,4 +200,7 @@ class Tally:
             return f"only parameters and their aliases were saved ({self.reasons()})"
         if self.largest_bytes < min_bytes:
             return f"the largest saved tensor has {format_bytes(self.largest_bytes)}, below min_bytes={format_bytes(min_bytes)}"
-        return f"what was saved stays: {self.reasons()}"
+        advice = ""
+        if self.kept["save"] >= self.saved_bytes // 2:
+            advice = '; what modules under "save" save stays, whoever made it: add "*": "offload" as the last rule'
+        return f"what was saved stays: {self.reasons()}{advice}"
