@@ -30,6 +30,7 @@ from tests.compiled import (
     wrapping,
 )
 from tests.conftest import everything, same
+from tests.planned import apply
 
 pytestmark = WARNINGS
 
@@ -65,6 +66,21 @@ def test_c04_in_every_nesting_exactly_what_is_no_parameter_moves(nesting, backen
     assert counters["stats"]["unique_graphs"] == num_graphs
     assert not counters["graph_break"]
     assert same(step(model), expected)
+
+
+@COMPILED
+def test_a_block_that_is_there_twice_is_one_graph_under_a_plan(compiled):
+    def make() -> nn.Module:
+        block = compiled("aot_eager")(Block())
+        return Stack([block, compiled("aot_eager")(Block()), block])
+
+    expected, num_graphs, _ = untouched(make)
+    model = made(make)
+    with apply(model, {"*": "offload"}) as handle:
+        for _ in range(3):
+            assert same(step(model), expected)
+        assert handle.stats.offloaded_bytes > 0
+    assert counters["stats"]["unique_graphs"] == num_graphs
 
 
 @NESTED

@@ -125,7 +125,7 @@ class Beside(nn.Module):
 @pytest.mark.parametrize(
     ("glob", "names"),
     [("act", {"act"}), ("module.act", {"module.act"}), ("module", {"module.act", "module.up"})],
-    ids=lambda each: str(each),
+    ids=["beside", "inside", "all inside"],
 )
 def test_a_part_that_is_called_module_is_no_wrapper(glob: str, names: set[str], around: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -109,7 +109,7 @@ def _places(
     """
     blocks = {name for name, _ in blocks_of(model)} if "" not in compiled else set()
     units = set(resolved.units)
-    boundaries = {*resolved.boundaries, *(name for name in shared if not is_container(modules[name]))}
+    boundaries = {*resolved.boundaries, *(name for name in shared if not is_container(modules[name]) and not inside(name, compiled))}
     for name, module in modules.items():
         moves = isinstance(resolved.actions[name], Offload) and not inside(name, compiled)
         if not name or name in units or name in boundaries or (moves and (name in blocks or may_widen(module))):

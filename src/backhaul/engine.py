@@ -308,7 +308,7 @@ class Engine:
         blob.reason = self._why_it_stays(tensor, blob, scope)
         blob.stream = station.current_stream()
         view = View(tensor)
-        blob.views.append(view)
+        blob.add(view)
         self.registry.add(blob, storage, station)
         self.tally.saved(key.fqn, num_bytes, blob.reason)
         self._offer(station, blob)

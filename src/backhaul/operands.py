@@ -140,7 +140,7 @@ class Shapes:
         if isinstance(claim.promise, Saved):
             blob = claim.promise.blob
             self._found.add(blob.key)
-            if len(blob.views) == 1 and blob.slot is None:
+            if blob.num_savers == 1 and blob.slot is None:
                 self._mover.tally.recomputes_instead(blob.key.fqn, blob.num_bytes, instead_of=blob.reason)
         claim.settle_for_shape()
 

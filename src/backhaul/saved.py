@@ -127,7 +127,7 @@ class Blob:
     """One storage that at least one saved tensor needs, wherever its bytes are."""
 
     __slots__ = (
-        "__weakref__", "frame", "grave", "guard", "home", "incoming", "key", "num", "num_bytes", "outlives",
+        "__weakref__", "frame", "grave", "guard", "home", "incoming", "key", "num", "num_bytes", "num_savers", "outlives",
         "reason", "released", "slot", "stored", "stream", "tier", "views",
     )  # fmt: skip
 
@@ -143,6 +143,7 @@ class Blob:
         self.num_bytes = storage.nbytes()
         self.home = weakref.ref(storage)  # what the views look at now, or looked at last
         self.views: list[View] = []
+        self.num_savers = 0  # operations that have saved a view of it, the same or others
         self.reason = ""  # why it stays on the device, if it does
         self.stream: torch.Stream | None = None  # the compute stream at pack
         self.stored = False  # the copy is known to be good
@@ -160,6 +161,7 @@ class Blob:
 
     def add(self, view: View) -> View:
         """Return the view that there is of a tensor saved before, or else this one, which counts from now on."""
+        self.num_savers += 1
         for known in self.views:
             same = known.layout == view.layout and known.version == view.version
             if same and not known.spoiled and _torch.share_version_counter(known.alias, view.alias):
