@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -173,6 +175,16 @@ def test_equal_values_in_the_place_of_others_are_no_change() -> None:
     assert snapshot.changed(value) == "names['a'][1]"
 
 
-@pytest.mark.parametrize("value", [None, True, 1, 1.5, "a", b"a", torch.float32, torch.device("cpu"), int, torch.ones(1), [].append])
+@pytest.mark.parametrize("value", [None, True, 1, 1.5, "a", b"a", torch.float32, torch.device("cpu"), int, torch.ones(1), [].append, math])
 def test_plain_values_and_tensors_are_not_looked_at(value: Any) -> None:
     assert not may_change(value)
+
+
+def test_what_changes_all_the_time_and_means_nothing_is_not_looked_at() -> None:
+    model, logger = nn.BatchNorm1d(2), logging.getLogger("something")
+    snapshot = Snapshot(argument := SimpleNamespace(model=model, logger=logger, library=logging, number=SimpleNamespace(number=1)))
+    model(torch.rand(4, 2))
+    logger.isEnabledFor(17)
+    assert snapshot.changed(argument) == ""
+    attribute(argument.number)
+    assert snapshot.changed(argument) == "number.number"

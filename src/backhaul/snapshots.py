@@ -3,18 +3,20 @@
 Covers: what the parts of an argument are: of an object its attributes, of an array its bytes, of a tensor its version.
 Does not cover: lists and dicts of arguments, of which a second run gets copies as they were (parts.py).
 
-What is looked at has an end: below ``DEEPEST`` levels, after ``MOST`` parts, in objects of torch's own beyond their attributes, and in what
-a function refers to other than plain values and containers of such. There an object counts as unchanged as long as it is the same one.
+What is looked at has an end: below ``DEEPEST`` levels, after ``MOST`` parts, at modules and objects of Python's and torch's own that an
+argument refers to, such as a logger (they change all the time, and mean nothing by it), and in what a function refers to other than plain
+values and containers. There an object counts as unchanged as long as it is the same one.
 """
 
 import functools
 import hashlib
 import pickle
 import random
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ def is_iterator(value: Any) -> bool:
 
 def may_change(value: Any) -> bool:
     """Say whether an argument is one that a module could write to, so that nothing else will tell."""
-    return not isinstance(value, (*_PLAIN, Tensor, torch.Generator, MethodType, BuiltinFunctionType))
+    return not isinstance(value, (*_PLAIN, Tensor, torch.Generator, MethodType, BuiltinFunctionType, ModuleType))
 
 
 class Snapshot:
@@ -100,12 +102,16 @@ class _Walk:
         if isinstance(value, Tensor):
             return None
         if isinstance(value, nn.Module):
-            return {
-                f".{name}.{attribute}".replace("..", "."): each
-                for name, part in value.named_modules()
-                for attribute, each in vars(part).items()
-                if attribute not in _NOT_LOOKED_AT
-            }
+            return (
+                None
+                if depth
+                else {
+                    f".{name}.{attribute}".replace("..", "."): each
+                    for name, part in value.named_modules()
+                    for attribute, each in vars(part).items()
+                    if attribute not in _NOT_LOOKED_AT
+                }
+            )
         if isinstance(value, functools.partial):
             return {".args": value.args, ".keywords": value.keywords}
         if isinstance(value, Mapping):
@@ -120,7 +126,7 @@ class _Walk:
             return _closure(value) if not depth else None
         if (content := _bytes(value)) is not None:
             return content
-        return _attributes(value) if not depth or not type(value).__module__.startswith("torch.") else None
+        return None if depth and _is_of_a_library(value) else _attributes(value)
 
 
 # Of a module: the modules inside are looked at anyway, sharding replaces parameters, and hooks come and go.
@@ -136,6 +142,12 @@ def _state_of_generator(value: Any) -> Any:
     if hasattr(value, "get_state"):
         return value.get_state()
     return getattr(getattr(value, "bit_generator", value), "state", None)
+
+
+def _is_of_a_library(value: Any) -> bool:
+    """Say whether an object is one of Python's or torch's own kinds."""
+    library = type(value).__module__.partition(".")[0]
+    return library == "torch" or (library in sys.stdlib_module_names and type(value) is not SimpleNamespace)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
