@@ -1,12 +1,15 @@
 """What a recomputed module was called with and has changed: seen, whatever it is, and nothing is seen where nothing has changed."""
 
 import functools
+import io
 import itertools
 import logging
 import math
 import random
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import backhaul as bh
-from backhaul.snapshots import Snapshot, may_change
+from backhaul.snapshots import Snapshot, is_iterator, may_change
 from backhaul.testing import RecordingTier
 from tests.conftest import same
 
@@ -188,3 +191,62 @@ def test_what_changes_all_the_time_and_means_nothing_is_not_looked_at() -> None:
     assert snapshot.changed(argument) == ""
     attribute(argument.number)
     assert snapshot.changed(argument) == "number.number"
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Makes its values as it is asked for them."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.ones(1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Answers:
+    """Is an error to look at."""
+
+    __slots__ = ("number",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError
+
+
+class Unnamed:
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+def hooked(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_, **__: None, with_kwargs=True, always_call=True)
+    module.register_full_backward_hook(lambda *_: None)
+    bh.offload(module)
+
+
+ODD: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "a mapping that makes its values": (Lazy, len),
+    "an error to look at": (Answers, id),
+    "a key without a name": (lambda: SimpleNamespace(table={Unnamed(): 1}), id),
+    "random numbers without a state": (random.SystemRandom, lambda each: each.random()),
+    "a path": (lambda: Path("a") / "b", str),
+    "a logger": (lambda: logging.getLogger("something else"), lambda each: each.isEnabledFor(13)),
+    "a lock": (threading.Lock, lambda each: each.acquire()),
+    "a module that somebody hooks": (lambda: nn.Linear(2, 2), hooked),
+    "a parameter that is replaced": (lambda: nn.Linear(2, 2), lambda each: setattr(each, "weight", nn.Parameter(torch.ones(2, 2)))),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_nothing_is_said_of_what_cannot_be_looked_at_or_means_nothing(what: str) -> None:
+    make, use = ODD[what]
+    value = make()
+    snapshot = Snapshot(value)
+    use(value)
+    assert snapshot.changed(value) == ""
+
+
+def test_a_file_is_no_iterator() -> None:
+    assert not is_iterator(io.StringIO("a"))

@@ -303,7 +303,7 @@ _SETTINGS = [
     *_setting("sdp_priority_order"),
     *_setting("math_sdp_allow_fp16_bf16_reduction"),
     *_setting("cublas_allow_fp16_accumulation"),
-    *(pair for name in ("blas", "linalg") for pair in _setting(f"{name}_preferred_backend")),
+    *_setting("blas_preferred_backend"),
 ]
 _REDUCTIONS = [pair for name in ("fp16", "bf16") for pair in _setting(f"cublas_allow_{name}_reduced_precision_reduction")]  # pairs of flags
 _PRECISIONS = [(backend, what) for what in ("all", "matmul", "conv", "rnn") for backend in ("cuda", "mkldnn")]

@@ -3,19 +3,22 @@
 Covers: what the parts of an argument are: of an object its attributes, of an array its bytes, of a tensor its version.
 Does not cover: lists and dicts of arguments, of which a second run gets copies as they were (parts.py).
 
-What is looked at has an end: below ``DEEPEST`` levels, after ``MOST`` parts, at modules and objects of Python's and torch's own that an
-argument refers to, such as a logger (they change all the time, and mean nothing by it), and in what a function refers to other than plain
-values and containers. There an object counts as unchanged as long as it is the same one.
+What is looked at has an end: below ``DEEPEST`` levels, after ``MOST`` parts, at objects of Python's and torch's own kinds, such as a logger
+(they remember things all the time, and mean nothing by it), at modules that an argument refers to, in what a function refers to other than
+plain values and containers, and where looking is an error. There an object counts as unchanged as long as it is the same one.
 """
 
+import contextlib
 import functools
 import hashlib
+import io
 import pickle
 import random
 import sys
 import weakref
+from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -28,12 +31,12 @@ DEEPEST = 4
 MOST = 10_000
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
-_CONTAINERS = (list, tuple, deque, Mapping, Set, bytearray)
+_CONTAINERS = (list, tuple, deque, dict, Set, bytearray)
 
 
 def is_iterator(value: Any) -> bool:
     """Say whether a value gives what it has once: a second run would go on where the first one has ended."""
-    return hasattr(type(value), "__next__")
+    return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
 def may_change(value: Any) -> bool:
@@ -86,7 +89,10 @@ class _Walk:
         if isinstance(value, _PLAIN):
             yield name, (type(value), value)
             return
-        inside = None if depth > DEEPEST or self.num > MOST or id(value) in self.seen else self._inside(value, depth)
+        inside = None
+        if depth <= DEEPEST and self.num <= MOST and id(value) not in self.seen:
+            with contextlib.suppress(Exception):  # of the code behind a strange object's attributes
+                inside = self._inside(value, depth)
         self.seen[id(value)] = value
         if inside is None:
             yield name, _Same(value)
@@ -114,8 +120,8 @@ class _Walk:
             )
         if isinstance(value, functools.partial):
             return {".args": value.args, ".keywords": value.keywords}
-        if isinstance(value, Mapping):
-            return {f"[{key!r}]": each for key, each in value.items()}
+        if isinstance(value, dict):  # no other mapping, which may make its values as it is asked for them
+            return {f"[{key!r}]" if isinstance(key, _PLAIN) else f"[{index}]": each for index, (key, each) in enumerate(value.items())}
         if isinstance(value, (list, tuple, deque)):
             return {f"[{index}]": each for index, each in enumerate(value)}
         if isinstance(value, Set):
@@ -126,11 +132,12 @@ class _Walk:
             return _closure(value) if not depth else None
         if (content := _bytes(value)) is not None:
             return content
-        return None if depth and _is_of_a_library(value) else _attributes(value)
+        return None if _is_of_a_library(value) else _attributes(value)
 
 
-# Of a module: the modules inside are looked at anyway, sharding replaces parameters, and hooks come and go.
-_NOT_LOOKED_AT = frozenset(("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks"))
+# Of a module: those inside are looked at anyway, sharding replaces parameters, hooks and wrappers come and go.
+_WRAPPERS = {"forward", "_compiled_call_impl", "__getstate__", "_replicate_for_data_parallel"}
+_NOT_LOOKED_AT = (nn.Module().__dict__.keys() - {"_buffers", "training"}) | _WRAPPERS
 
 
 def _state_of_generator(value: Any) -> Any:
@@ -145,9 +152,9 @@ def _state_of_generator(value: Any) -> Any:
 
 
 def _is_of_a_library(value: Any) -> bool:
-    """Say whether an object is one of Python's or torch's own kinds."""
+    """Say whether an object is one of Python's or torch's own kinds, those apart that are mere bags of attributes."""
     library = type(value).__module__.partition(".")[0]
-    return library == "torch" or (library in sys.stdlib_module_names and type(value) is not SimpleNamespace)
+    return library == "torch" or (library in sys.stdlib_module_names and type(value) not in (SimpleNamespace, Namespace))
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
