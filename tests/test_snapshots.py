@@ -248,5 +248,13 @@ def test_nothing_is_said_of_what_cannot_be_looked_at_or_means_nothing(what: str)
     assert snapshot.changed(value) == ""
 
 
+def test_no_key_hides_another() -> None:
+    table = {object(): [1], 0: [2]}
+    for each in table.values():
+        snapshot = Snapshot(table)
+        each.append(3)
+        assert snapshot.changed(table) != ""
+
+
 def test_a_file_is_no_iterator() -> None:
     assert not is_iterator(io.StringIO("a"))

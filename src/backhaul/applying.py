@@ -145,8 +145,8 @@ def _refuse_scripted(plan: Plan, model: nn.Module, modules: Collection[str]) -> 
 def _refuse_units_around_scripted(units: Mapping[str, nn.Module]) -> None:
     """Refuse to run again what ``torch.jit`` has compiled: it is optimized between the first runs, and then need not do the same."""
     for name, unit in units.items():
-        if any(map(is_scripted, unit.modules())):
-            inside = next(part for part, module in unit.named_modules() if is_scripted(module))
+        inside = next((part for part, module in unit.named_modules() if is_scripted(module)), None)
+        if inside is not None:
             raise ValueError(
                 f'{name or "the model"!r} cannot be under "recompute": torch.jit has compiled {inside!r} inside, and optimizes it between '
                 "its first runs; put it under another rule, or only those modules inside it that have nothing to do with that"

@@ -69,19 +69,3 @@ def blocks_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield from walk(child, inner)
 
     yield from walk(root, "")
-
-
-def path_to(module: nn.Module, root: nn.Module) -> list[nn.Module]:
-    """Return the modules from ``root`` down to ``module``, both included; an empty list where it is not inside."""
-    seen: set[nn.Module] = set()
-
-    def walk(outer: nn.Module) -> list[nn.Module]:
-        seen.add(outer)
-        if outer is module:
-            return [outer]
-        for inner in _torch.own_modules(outer).values():
-            if inner is not None and inner not in seen and (path := walk(inner)):
-                return [outer, *path]
-        return []
-
-    return walk(root)

@@ -288,8 +288,10 @@ class Wrapper:
 def _stays(reference: "weakref.ref[Wrapper]") -> bool:
     """Note that a wrapper is being traced, and say whether it must not step aside."""
     wrapper = reference()
-    if wrapper is None or wrapper.is_root:
-        return wrapper is not None
+    if wrapper is None:
+        return False
+    if wrapper.is_root:
+        return True
     wrapper.was_traced = True
     return wrapper.has_rule and wrapper.watcher is not None
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from backhaul import _torch
 from backhaul.globs import matches
-from backhaul.naming import named_modules, path_to
+from backhaul.naming import named_modules
 
 
 class Site:
@@ -69,7 +69,7 @@ class Site:
         """Return what is around the module just now, and itself last: wrappers may have come since the plan was applied."""
         known = [module for reference in self.around if (module := reference()) is not None]
         if not all(inner in _torch.own_modules(outer).values() for outer, inner in itertools.pairwise(known)):
-            known = path_to(known[-1], known[0]) or known
+            known = _path_to(known[-1], known[0]) or known
             self.around = [weakref.ref(module) for module in known]
         return known
 
@@ -114,3 +114,19 @@ class Site:
     def name(self) -> str:
         """What messages call it."""
         return repr(self.fqn) if self.fqn else "the model"
+
+
+def _path_to(module: nn.Module, root: nn.Module) -> list[nn.Module]:
+    """Return the modules from ``root`` down to ``module``, both included; an empty list where it is not inside."""
+    seen: set[nn.Module] = set()
+
+    def walk(outer: nn.Module) -> list[nn.Module]:
+        seen.add(outer)
+        if outer is module:
+            return [outer]
+        for inner in _torch.own_modules(outer).values():
+            if inner is not None and inner not in seen and (path := walk(inner)):
+                return [outer, *path]
+        return []
+
+    return walk(root)

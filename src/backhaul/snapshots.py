@@ -45,7 +45,7 @@ def may_change(value: Any) -> bool:
 
 
 class Snapshot:
-    """What an argument was. Keeps no tensors alive."""
+    """What an argument was. Keeps no tensor alive that the argument has let go."""
 
     def __init__(self, value: Any) -> None:
         self._parts = dict(_Walk().parts(value, "", 0))
@@ -108,20 +108,11 @@ class _Walk:
         if isinstance(value, Tensor):
             return None
         if isinstance(value, nn.Module):
-            return (
-                None
-                if depth
-                else {
-                    f".{name}.{attribute}".replace("..", "."): each
-                    for name, part in value.named_modules()
-                    for attribute, each in vars(part).items()
-                    if attribute not in _NOT_LOOKED_AT
-                }
-            )
+            return None if depth else _attributes_inside(value)
         if isinstance(value, functools.partial):
             return {".args": value.args, ".keywords": value.keywords}
         if isinstance(value, dict):  # no other mapping, which may make its values as it is asked for them
-            return {f"[{key!r}]" if isinstance(key, _PLAIN) else f"[{index}]": each for index, (key, each) in enumerate(value.items())}
+            return {f"[{key!r}]" if isinstance(key, _PLAIN) else f"[key {index}]": each for index, (key, each) in enumerate(value.items())}
         if isinstance(value, (list, tuple, deque)):
             return {f"[{index}]": each for index, each in enumerate(value)}
         if isinstance(value, Set):
@@ -138,6 +129,15 @@ class _Walk:
 # Of a module: those inside are looked at anyway, sharding replaces parameters, hooks and wrappers come and go.
 _WRAPPERS = {"forward", "_compiled_call_impl", "__getstate__", "_replicate_for_data_parallel"}
 _NOT_LOOKED_AT = (nn.Module().__dict__.keys() - {"_buffers", "training"}) | _WRAPPERS
+
+
+def _attributes_inside(module: nn.Module) -> dict[str, Any]:
+    return {
+        f".{name}.{attribute}".replace("..", "."): each
+        for name, part in module.named_modules()
+        for attribute, each in vars(part).items()
+        if attribute not in _NOT_LOOKED_AT
+    }
 
 
 def _state_of_generator(value: Any) -> Any:
